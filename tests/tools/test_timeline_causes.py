@@ -157,9 +157,46 @@ def test_misses_are_the_cause_unless_the_cache_was_off():
 
 def test_names_that_are_new_in_each_step():
     tensors = [reductions(9000.0, 10_000.0, f"grad.{i}", 1 << 19) for i in range(150)]
-    summary = replace(HEALTHY, steps=None, tensors=tensors, operations=150, missed=150)
+    summary = replace(HEALTHY, steps=None, tensors=tensors, operations=150, missed=150, new_names=150)
     (found,) = worth(summary)
     assert found.kind == "negotiation" and "same name" in found.advice
+    assert worth(replace(summary, new_names=60)) == []
+
+
+def once(names, kind="ALLREDUCE"):
+    """A recording with one operation of each of these names, in this order."""
+    events = metadata(names)
+    for pid in range(1, len(names) + 1):
+        events += [{**event, "name": event["name"].replace("ALLREDUCE", kind)} if "name" in event else event
+                   for event in allreduce(pid, 1000 + 300 * pid, 50)]  # fmt: skip
+    return events
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "new"),
+    [
+        ([f"grad.{step}.{layer}" for step in range(40) for layer in range(4)], "ALLREDUCE", 160),
+        ([f"allreduce.noname.{number}" for number in range(7, 160)], "ALLREDUCE", 153),
+        ([f"allreduce.layer{number}" for number in range(160)], "ALLREDUCE", 0),
+        ([f"h.{layer}.{part}" for layer in range(79, -1, -1) for part in ("weight", "bias")], "ALLREDUCE", 0),
+        ([f"grad.{step}.{layer}" for step in range(40) for layer in range(4)], "BROADCAST", 0),
+    ],
+)
+def test_names_of_a_single_step_are_not_new_in_every_step(tmp_path, names, kind, new):
+    summary = summarize(write(tmp_path / "timeline.json", once(names, kind)))
+    assert summary.operations == len(names) and summary.new_names == new
+    assert any(one.kind == "negotiation" for one in causes(summary)) == (new > 0)
+
+
+def test_an_old_horovod_that_counts_from_the_start_of_the_machine_is_read_from_that_of_the_file(tmp_path):
+    up = 9 * 24 * 3600 * 1_000_000
+    events = [{**event, "ts": event["ts"] + up} if "ts" in event else event for event in once(["a", "b", "c"])]
+    events = [event for event in events if "start_time_since_epoch_in_micros" not in event.get("args", {})]
+    path = write(tmp_path / "timeline.json", events)
+    whole = summarize(path)
+    assert whole.since == 0 and whole.duration < 10_000
+    assert summarize(path, until=0.0003).operations == 1
+    assert summarize(path, since=0.0002).operations == 2
 
 
 def test_the_fusion_buffer_is_named_where_it_is_the_reason():

@@ -62,6 +62,35 @@ def test_a_merged_timeline_shows_what_the_wait_hides(tmp_path):
     assert [one.name for one in found.operators] == ["aten::mm", "hvdkit:allreduce_wait"], "fused tensors repeat times"
 
 
+@pytest.mark.parametrize(
+    ("why", "host", "says"),
+    [
+        ("synchronising", event("aten::item", 2, 20), "(aten::item)"),
+        ("synchronising", event("cudaStreamSynchronize", 2, 20, "cuda_runtime"), "(cudaStreamSynchronize)"),
+        ("copying", event("Memcpy HtoD", 2, 20, "gpu_memcpy", tid=7, pid=0), "copied between host and GPU"),
+        ("launching", event("cudaLaunchKernel", 2, 20, "cuda_runtime"), "host-bound"),
+        ("loading", data(2, 30), None),
+    ],
+)
+def test_a_gpu_that_has_nothing_to_do_is_the_first_line_and_says_why(tmp_path, why, host, says):
+    summary = summarize([write(tmp_path / "t.json", step(0, 0, 40), host, kernel("sgemm", 33, 4))])
+    found = summary.ranks[0].gpu
+    check(found, idle=36)
+    assert found.idle == found.loading + found.copying + found.synchronising + found.launching
+    assert getattr(found, why) >= 19.9
+    first = summary.causes[0]
+    assert first.kind == ("idle-gpu" if says else "input-everywhere")
+    if says:
+        assert says in first.what and first.lost_s == pytest.approx(0.036) and first.share == pytest.approx(0.9)
+
+
+def test_a_gpu_that_computes_or_communicates_nearly_always_is_not_idle(tmp_path):
+    busy = kernel("sgemm", 1, 20), kernel("ncclDevKernel_AllReduce", 21, 18)
+    found = summarize([write(tmp_path / "t.json", step(0, 0, 40), event("aten::item", 1, 38), *busy)])
+    check(found.ranks[0].gpu, idle=2)
+    assert not any(one.kind == "idle-gpu" for one in found.causes)
+
+
 def test_gpus_streams_and_copies(tmp_path):
     """Two streams that compute at once count once; NCCL's kernel counts, the calls that start it do not."""
     found = times(

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from hvdkit.read.timeline.model import CycleMark, Operation, Phase, TimelineEvent, parse_shape, size_in_bytes
 
 LATEST = 1e17
 """Microseconds (three thousand years) past which a time is damage."""
+
+_NO_START = 6e8
+"""Microseconds: no recording has its first event so long after its beginning."""
 
 
 class _Open:
@@ -36,12 +41,14 @@ class Assembler:
         self.names: dict[int, str] = {}
         self.dropped: Counter[str] = Counter()
         self.start_time_since_epoch: int | None = None
+        self._origin: float | None = None
         self._open: dict[int, _Open] = {}
         self._shapes: dict[tuple[str, str], tuple[tuple[int, ...] | None, int | None]] = {}
 
     def add(self, events: Sequence[TimelineEvent]) -> list[Operation | CycleMark]:
         """The operations that end and the cycles that start in these events."""
         done: list[Operation | CycleMark] = []
+        events = self._from_the_start(events)
         opened, dropped = self._open, self.dropped
         new_tuple = tuple.__new__  # a third of the time of Phase(...), of which there are millions
         for event in events:
@@ -80,6 +87,17 @@ class Assembler:
             else:
                 dropped["unknown event"] += 1
         return done
+
+    def _from_the_start(self, events: Sequence[TimelineEvent]) -> Sequence[TimelineEvent]:
+        """Events of an old Horovod, which does not write when it began and counts from the start of the machine."""
+        if self._origin is None:
+            self._origin = next((event.ts for event in events if event.ph != "M" and 0 <= event.ts < LATEST), None)
+            said = any(event.args and event.args.start_time_since_epoch_in_micros is not None for event in events)
+            if self._origin is not None and (said or self._origin < _NO_START):
+                self._origin = 0.0
+        if not self._origin:
+            return events
+        return [replace(event, ts=event.ts - self._origin) if event.ph != "M" else event for event in events]
 
     def finish(self) -> None:
         """Counts what is still open, as that of a job that was killed."""

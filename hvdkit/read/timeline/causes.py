@@ -72,15 +72,14 @@ def _setup(summary: TimelineSummary) -> Cause | None:
 
 def _new_names(summary: TimelineSummary) -> Cause | None:
     """Where every tensor has a new name in each step there are no steps to be seen."""
-    named = len(summary.tensors)
-    if summary.steps is not None or named < 100 or 2 * min(named, summary.missed) < summary.operations:
+    if summary.steps is not None or summary.new_names < 100 or 2 * summary.new_names < summary.operations:
         return None
     return _once(
         "negotiation",
         summary.negotiating,
         summary,
         "Tensors get new names in every step, so the ranks negotiate all of them anew.",
-        f"{summary.missed} of {summary.operations} operations, on {named} tensors, were not in the response cache",
+        f"{summary.new_names} of {summary.operations} operations are reductions whose names count up with time",
         "Give each tensor the same name in every step (name= of Horovod's calls).",
     )
 

@@ -205,6 +205,7 @@ class TimelineSummary:
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.
         dropped: reason to number of events that could not be used.
+        new_names: reductions of tensors that are there once, with a number in their name that counts up with time.
     """
 
     path: str
@@ -228,6 +229,7 @@ class TimelineSummary:
     cycle: Distribution | None
     skew: Skew | None
     dropped: dict[str, int]
+    new_names: int = 0
 
     also: ClassVar[tuple[str, ...]] = ("duration",)
     """Properties that JSON has, too."""

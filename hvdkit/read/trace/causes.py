@@ -19,6 +19,7 @@ def causes(summary: TraceSummary) -> list[Cause]:
     """What costs time in the traces of a run, in no order; ``common.causes.dearest_first`` weighs it."""
     of_all = [_input_everywhere(summary)]
     of_all.append(_one_trace(summary) if summary.skew is None else _exchange(summary, summary.skew))
+    of_all += _idle_gpu(summary)
     late = [] if summary.skew is None else [_late(summary, summary.skew)]
     return [*late, *(cause for cause in of_all if cause.share >= _MUCH)]
 
@@ -32,6 +33,48 @@ def otherwise(summary: TraceSummary) -> str:
         f"Nothing that these traces show costs {share_text(WORTH_SAYING)} or more; {share_text(share)} of the time is "
         "computation."
     )
+
+
+def _idle_gpu(summary: TraceSummary) -> list[Cause]:
+    """A GPU that has nothing to do while the host is busy or waits for it; of several the one with the least of it."""
+    idle = [(rank, rank.gpu) for rank in summary.ranks if rank.gpu is not None]
+    if not idle or len(idle) < len(summary.ranks):
+        return []
+    rank, gpu = min(idle, key=lambda pair: pair[1].idle - pair[1].loading)
+    lost = (gpu.idle - gpu.loading) / max(1, len(rank.steps))
+    reasons = {
+        "copying": (
+            "data is copied between host and GPU meanwhile",
+            "Copy while the GPU computes: pin_memory=True in the DataLoader, .to(device, non_blocking=True), fewer "
+            ".cpu() and .item().",
+        ),
+        "synchronising": (
+            f"the host is in calls that wait for the GPU ({gpu.call})",
+            "Synchronise less often: keep losses and metrics on the GPU and read them once in many steps, and avoid "
+            ".item(), nonzero() and conditions on tensors.",
+        ),
+        "launching": (
+            "the host is slower than the GPU (host-bound)",
+            "Give the GPU more at a time: a larger batch, torch.compile or CUDA graphs, fused optimizers, less Python "
+            "and logging in the step.",
+        ),
+    }
+    reason = max(reasons, key=lambda name: getattr(gpu, name))
+    times = {
+        "loading": "loading data",
+        "copying": "copying",
+        "synchronising": "synchronising",
+        "launching": "host-bound",
+    }
+    parts = ", ".join(
+        f"{word} {duration_text(1e3 * getattr(gpu, name) / max(1, len(rank.steps)))}" for name, word in times.items()
+    )
+    share = gpu.idle / (rank.times.window or 1.0)
+    who = "The GPU is" if len(summary.ranks) == 1 else "Every GPU is"
+    what = f"{who} idle for {share_text(share)} of the time: {reasons[reason][0]}."
+    return [
+        _cause(summary, "idle-gpu", lost, what, f"kernels and calls of a step, idle while {parts}", reasons[reason][1])
+    ]
 
 
 def _each(rank: RankTrace, name: str) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvdkit.errors import CorruptDataError
 from hvdkit.read.timeline.measures import Floats, Intervals, union
 from hvdkit.read.trace.events import TraceEvent, TraceFile
-from hvdkit.read.trace.kinds import SOURCES, Kind, Source, kind_of
+from hvdkit.read.trace.kinds import SOURCES, SYNCHRONISES, Kind, Source, kind_of
 
 MEMORY_EVENT = "[memory]"
 _OF = re.compile(r"(?<![0-9])(\d{1,7})-of-(\d{1,7})(?![0-9])")
@@ -127,6 +127,8 @@ class _Collector:
             return
         source = SOURCES.get(event.cat.lower())
         if source is None or event.ph != "X":
+            return
+        if source == Source.RUNTIME and not SYNCHRONISES.match(event.name):
             return
         start, duration = _number(event.ts), _number(event.dur)
         if start is None or duration is None or duration < 0:

@@ -16,6 +16,8 @@ class Source(IntEnum):
     KERNEL = 2
     COPY = 3
     HOROVOD = 4
+    RUNTIME = 5
+    """Calls of the device's runtime that wait for the device; the others are not kept."""
 
 
 class Kind(IntEnum):
@@ -40,6 +42,8 @@ SOURCES = {
     "operator": Source.CPU_OPERATOR,  # PyTorch 1.8 to 1.10
     "user_annotation": Source.CPU_RANGE,
     "kernel": Source.KERNEL,
+    "cuda_runtime": Source.RUNTIME,
+    "cuda_driver": Source.RUNTIME,
     "gpu_memcpy": Source.COPY,
     "memcpy": Source.COPY,
     "gpu_memset": Source.COPY,
@@ -58,6 +62,11 @@ LABELS = {
 }
 """How the kinds are called in tables; a kernel that computes is called so."""
 
+SYNCHRONISES = re.compile(
+    r"aten::(item|_local_scalar_dense|is_nonzero|nonzero|equal)$|(cuda|hip)(Stream|Device|Event)Synchronize"
+    r"|cudaMemcpy(_v\d+)?$|cu(Stream|Ctx|Event)Synchronize"
+)
+"""Names of what the host calls and in which it waits for the device."""
 _STEP = re.compile(r"ProfilerStep[#*]\s*([0-9]{1,18})(?![0-9])")
 _DATA = re.compile(r"enumerate\(|hvdkit:data")
 _KERNEL = re.compile(r"(nccl|rccl|mscclpp|oneccl|ccl_)", re.IGNORECASE)
@@ -77,6 +86,8 @@ def kind_of(source: Source, name: str) -> Kind:
         return Kind.BACKGROUND if name.startswith(COLLECTIVE_PREFIXES) else Kind.OTHER
     if source == Source.COPY:
         return Kind.COPY
+    if source == Source.RUNTIME:
+        return Kind.OTHER
     if source == Source.KERNEL:
         return Kind.COMMUNICATION if _KERNEL.match(name) else Kind.COMPUTATION
     for pattern, kind in (

@@ -122,7 +122,9 @@ def table(columns: TraceColumns, calls: EventCalls, mask: NDArray[np.bool_]) -> 
         columns, calls: of a trace.
         mask: which events count.
     """
-    rows = np.flatnonzero(mask & (columns.kind != Kind.STEP) & (columns.source != Source.HOROVOD))
+    rows = np.flatnonzero(
+        mask & (columns.kind != Kind.STEP) & ~np.isin(columns.source, (Source.HOROVOD, Source.RUNTIME))
+    )
     if not len(rows):
         return ()
     numbers, first, place = np.unique(columns.name[rows], return_index=True, return_inverse=True)

@@ -79,6 +79,27 @@ class TraceTimes:
 
 
 @dataclass(frozen=True)
+class IdleGpu:
+    """When a GPU neither computes nor communicates, by what the host does or the GPU copies meanwhile.
+
+    Attributes:
+        idle: all of it; the other times add up to it.
+        loading: the data loader is asked for a batch.
+        copying: data is copied between host and GPU.
+        synchronising: the host is in a call that waits for the GPU.
+        launching: the host does something else, such as launching kernels too slowly.
+        call: in which the host synchronises longest; "" where it does not.
+    """
+
+    idle: float
+    loading: float
+    copying: float
+    synchronising: float
+    launching: float
+    call: str
+
+
+@dataclass(frozen=True)
 class TraceStep:
     """One step.
 
@@ -131,6 +152,7 @@ class RankTrace:
         operators: by the time in themselves, the largest first.
         events, skipped, repeated: of the file; see ``TraceColumns``.
         notes: what a reader must know about the figures.
+        gpu: when it did nothing; None where no GPU was recorded.
     """
 
     path: str
@@ -146,6 +168,7 @@ class RankTrace:
     skipped: int
     repeated: int
     notes: tuple[str, ...]
+    gpu: IdleGpu | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +213,8 @@ class TraceSkew:
 
 _TIMES = (
     "self_ms total_ms gpu_self_ms gpu_total_ms covered_ms exposed_ms window computation communication overlapped "
-    "exposed data exposed_data copies other begin duration late waiting cost median largest"
+    "exposed data exposed_data copies other begin duration late waiting cost median largest "
+    "idle loading copying synchronising launching"
 )
 TIMES = frozenset(_TIMES.split())
 """Names of the fields that are milliseconds."""

@@ -15,11 +15,12 @@ from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.measures import Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.columns import TraceColumns, collect
-from hvdkit.read.trace.kinds import Kind, Source, step_number
+from hvdkit.read.trace.kinds import SYNCHRONISES, Kind, Source, step_number
 from hvdkit.read.trace.operators import EventCalls, nest, table
 from hvdkit.read.trace.results import (
     Communication,
     DeviceMemory,
+    IdleGpu,
     RankTrace,
     TraceRankSkew,
     TraceSkew,
@@ -101,6 +102,30 @@ def one_rank(columns: TraceColumns) -> RankTrace:
         skipped=columns.skipped,
         repeated=columns.repeated,
         notes=tuple(notes),
+        gpu=_idle_gpu(columns, sets, since, until),
+    )
+
+
+def _idle_gpu(columns: TraceColumns, sets: Sets, since: float, until: float) -> IdleGpu | None:
+    """When the GPU neither computes nor communicates in the window, and why; see ``IdleGpu``."""
+    if not (columns.source == Source.KERNEL).any():
+        return None
+    window = np.array([since]), np.array([until])
+    idle = without(without(window, sets.computation), sets.communication)
+    copying = common(idle, sets.copies)
+    loading = without(common(idle, sets.data), copying)
+    names = [number for number, name in enumerate(columns.names) if SYNCHRONISES.match(name)]
+    waits = {columns.names[number]: columns.covered(columns.name == number) for number in names}
+    left = without(without(idle, copying), loading)
+    times = {name: length(common(left, wait)) for name, wait in waits.items()}
+    synchronising = length(common(left, joined(*waits.values()))) if waits else 0.0
+    return IdleGpu(
+        idle=length(idle) / 1e3,
+        loading=length(loading) / 1e3,
+        copying=length(copying) / 1e3,
+        synchronising=synchronising / 1e3,
+        launching=max(0.0, length(left) - synchronising) / 1e3,
+        call=max(times, key=lambda name: times[name]) if synchronising else "",
     )
 
 
@@ -264,7 +289,7 @@ def self_times_by_step(
     step = np.searchsorted(edges, columns.start, side="right") - 1
     counted = (step >= 0) & (columns.kind != Kind.STEP) & (columns.source != Source.HOROVOD)
     counted &= (columns.start < ends[np.maximum(step, 0)]) | columns.on_gpu
-    rows = np.flatnonzero(counted)
+    rows = np.flatnonzero(counted & (columns.source != Source.RUNTIME))
     flat = np.bincount(
         columns.name[rows] * len(windows) + step[rows], calls.self_time[rows] / 1e3, len(columns.names) * len(windows)
     ).reshape(-1, len(windows))

@@ -212,10 +212,10 @@ def test_ranks_of_two_hosts_save_at_a_warning_and_when_the_job_is_told_to_end(la
     job.send_signal(signal.SIGTERM)
     output, errors = job.communicate(timeout=120)
     assert output.splitlines()[0] == "[0] SIGTERM", errors
-    assert "[1] hvdkit launch: SIGUSR2 was not passed on to rank 1: no handler for it, or not yet." in errors
+    assert "hvdkit launch: SIGUSR2 was not passed on to rank 1: no handler for it, or not yet." in errors
     assert (job.returncode, errors.splitlines()[-1]) == (
         143,
-        "hvdkit launch: interrupted by SIGTERM; the job was ended.",
+        "hvdkit launch: interrupted by SIGTERM; every process was ended.",
     )
 
 

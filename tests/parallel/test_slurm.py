@@ -173,7 +173,7 @@ def test_ranks_on_two_nodes_save_at_a_warning_and_when_the_job_is_told_to_end(cl
     assert output.splitlines() == ["[1] SIGTERM", "[0] SIGTERM"], errors
     assert (job.returncode, errors.splitlines()[-1]) == (
         143,
-        "hvdkit launch: interrupted by SIGTERM; the job was ended.",
+        "hvdkit launch: interrupted by SIGTERM; every process was ended.",
     )
 
 

@@ -5,20 +5,26 @@
     command, placement, facts ── (machine)            what is asked for, and what there is
        └── plan ── (mpirun, horovodrun, batch,    command line and environment, with a reason for each setting
              │      recordings)
-             ├── direct                           a launcher that goes to other hosts, run by itself
-             └── supervise ── (peer,              one process that watches the job
-                     ⇅       outcome, stall, shown)
-                   rank ── (stacks)               one process beside each rank
+             └── supervise ── (peer, reach,       one process that watches the job, in hvdkit launch
+                     ⇅       outcome, stall, shown)    TCP, with a proof that each side knows the job's secret
+                   rank ── (stacks)               one process beside each rank, on whatever host it is
 
 ``plan`` is pure: facts in, command line and environment out, through ``mpirun``, ``horovodrun`` and, for the launchers
-of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before
-the user's command: each rank's output and exit status come back over a socket of hvdkit's own. The launchers' own
-reports are not used because they lose information: Open MPI glues the unfinished last lines of two ranks together,
-Hydra mixes ranks within a line, horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever the status of the
-rank was.
+of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before the user's command, whatever
+the launcher: mpirun, horovodrun (elastic or not), srun, mpiexec of PALS, aprun, jsrun. All that is known of a rank comes
+over that connection: its output, tracebacks and memory, how it ends, what waits in it. All that is done to it goes back
+over it: signals, the grace, its end. A rank whose connection ends has lost ``hvdkit launch``, and ends.
+
+The launchers' own reports are not used because they lose information: Open MPI glues the unfinished last lines of two
+ranks together, Hydra mixes ranks within a line, horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever
+the status of the rank was. Their own ways to pass signals on differ, and none of them waits for ranks that save. What
+stays theirs: starting processes on hosts, and, elastic, replacing those that fail.
+
+Where a rank cannot reach ``hvdkit launch`` (a firewall, or a launcher that hands no environment on), it says so and
+runs all the same, seen to by the launcher alone. ``reach`` asks the hosts whether they answer, when a rank has lost
+another or none has come.
 
 ``shown`` is all that is seen of the job: ``output`` tags lines, and ``tracebacks`` sorts what the ranks write as they
 fail, so that the cause is read last. ``stall`` reads Horovod's reports of collectives that wait, and ``stacks`` is what
-makes each Python of a rank ready to show where it stands, or to profile itself.
-``start`` starts the launcher itself, for ``direct`` and ``supervise``.
+makes each Python of a rank ready to show where it stands, or to profile itself. ``start`` starts the launcher itself.
 """

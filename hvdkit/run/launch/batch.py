@@ -137,8 +137,6 @@ def _srun(request: Request, program: Path) -> LauncherLine:
         tuple(settings),
         "SLURM_PROCID",
         pass_on=lambda _added, _environ: exported,
-        tag=("--label",),
-        tagged=re.compile(rb"^ *(\d+): ?"),
     )
 
 

@@ -19,7 +19,6 @@ from hvdkit.prepare.doctor.finding import has_errors
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.run.launch import (
     batch,
-    direct,
     facts,
     horovodrun,
     options,
@@ -30,7 +29,6 @@ from hvdkit.run.launch import (
     tuned,
 )
 from hvdkit.run.launch.model import Host, LaunchPlan, Request
-from hvdkit.run.launch.outcome import JobEnd
 from hvdkit.run.launch.stage import job as staging
 
 _NEEDS = (
@@ -111,7 +109,7 @@ def launch(
         return 0
     if growing is not None:
         with recordings.recorded(request, job):
-            return direct.run(replace(job, rank_variable="", hosts=()), tagged=tag).status
+            return supervise.run(job, tagged=tag, verbose=verbose).status
     if status := _prepared(command[0], job, before, first=first):
         return status
     with recordings.recorded(request, job):
@@ -124,7 +122,7 @@ def _prepared(program: str, job: LaunchPlan, staging_job: LaunchPlan | None, *, 
     if first and not _could_train(job):
         status = 1
     elif staging_job is not None:
-        status, why = _started(staging_job).status, "the environment was not staged"
+        status, why = supervise.run(staging_job, tagged=False).status, "the environment was not staged"
     if status:
         click.echo(f"hvdkit launch: {program} was not started, since {why}.", err=True)
     return status
@@ -150,13 +148,6 @@ def _could_train(job: LaunchPlan) -> bool:
     return not has_errors(found)
 
 
-def _started(job: LaunchPlan, *, tagged: bool = False, verbose: bool = False) -> JobEnd:
-    """Run a job once; how it ended."""
-    if job.direct:
-        return direct.run(job, tagged=tagged)
-    return supervise.run(job, tagged=tagged, verbose=verbose)
-
-
 def _run(request: Request, job: LaunchPlan, restarts: int, *, tagged: bool, verbose: bool) -> int:
     """Run a job, and again from the start while it fails, at most ``restarts`` times more; the last exit status."""
     attempt = 0
@@ -166,7 +157,7 @@ def _run(request: Request, job: LaunchPlan, restarts: int, *, tagged: bool, verb
             job = _plan(replace(request, variables={**request.variables, **number}))
         else:
             job = replace(job, environment={**job.environment, **number})
-        ended = _started(job, tagged=tagged, verbose=verbose)
+        ended = supervise.run(job, tagged=tagged, verbose=verbose)
         if ended.status == 0 or ended.interrupted or attempt == restarts:
             return ended.status
         attempt += 1

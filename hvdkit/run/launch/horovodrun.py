@@ -27,7 +27,6 @@ _NEEDS_SSH = (
     "horovodrun reaches other hosts by ssh: 'ssh HOST true' must work from here without a password, and this directory "
     "and Python must lie at the same path there."
 )
-_TAGGED = re.compile(rb"^\[(\d+)\]<std(?:out|err)>:")
 COOLDOWN_S = (2, 10)
 """Seconds, at least and at most, that a host is left out after one of its workers failed."""
 SCRIPT_S = 15.0
@@ -54,7 +53,7 @@ def line(request: Request, horovodrun: Path) -> LauncherLine:
     if request.hosts:
         hosts = ",".join(map(str, request.hosts))
         settings.append(Setting("hosts, and the ranks that each may take", ("-H", hosts)))
-        return LauncherLine(horovodrun, (*settings, _UNREAD), "HOROVOD_RANK", tagged=_TAGGED, notes=(_NEEDS_SSH,))
+        return LauncherLine(horovodrun, (*settings, _UNREAD), "HOROVOD_RANK", notes=(_NEEDS_SSH,))
     local = "all ranks are on this machine, so none has to be looked for"
     settings.append(Setting(local, ("--network-interface", "lo")))
     # It loads every framework once to see whether Gloo was built; TensorFlow reports itself at length.

@@ -214,12 +214,10 @@ class LauncherLine:
     Attributes:
         program: absolute path of the launcher; its bare name when it is not installed and only to be shown.
         settings: its options and variables, in order.
-        rank_variable: the environment variable in which a rank finds its number; "" where hvdkit does not watch ranks.
+        rank_variable: the environment variable in which a rank finds its number; "" where that depends on the system.
         noisy_start: it writes about itself before the ranks run although nothing is wrong.
         pass_on: makes the options that carry variables to ranks on other hosts, from those that the job adds and those
             that it inherits; None where the launcher carries all of them by itself.
-        tag: words that make it put a rank's number before each line.
-        tagged: how such a number looks in its output; None where it is as hvdkit writes it.
         taken: words that it takes for its own wherever they stand, also behind the program.
         notes: what the user should know before the job runs, full sentences.
     """
@@ -229,8 +227,6 @@ class LauncherLine:
     rank_variable: str
     noisy_start: bool = False
     pass_on: Callable[[Mapping[str, str], Mapping[str, str]], Setting] | None = None
-    tag: tuple[str, ...] = ()
-    tagged: re.Pattern[bytes] | None = None
     taken: re.Pattern[str] = SECOND_PROGRAM
     notes: tuple[str, ...] = ()
 
@@ -246,14 +242,14 @@ class LaunchPlan:
         command: what each rank runs; ``launcher`` followed by ``command`` is the whole command line.
         added: environment variables that the job gets beside those of this process.
         environment: all environment variables of the job.
-        rank_variable, tag, tagged: see ``LauncherLine``.
+        rank_variable: see ``LauncherLine``.
         noisy_start: see ``LauncherLine``.
         settings: every decision with its reason.
         notes: what the user should know before the job runs, full sentences.
         stall_timeout: see ``Request``.
         stall_dir: see ``Request``.
-        direct: the launcher runs by itself, since its ranks are (or may be) on other hosts, out of the reach of
-            ``supervise``.
+        direct: ranks are, or may be, on other hosts.
+        elastic: ranks come and go, and horovodrun sees to that.
         hosts: where those ranks run, as far as it is known.
         beside_rank: what starts the process beside each rank, see ``rank``.
         grace_s: seconds from SIGTERM to SIGKILL when the job is told to end.
@@ -274,6 +270,5 @@ class LaunchPlan:
     direct: bool = False
     hosts: tuple[Host, ...] = ()
     grace_s: float = GRACE_S
-    tag: tuple[str, ...] = ()
-    tagged: re.Pattern[bytes] | None = None
+    elastic: bool = False
     beside_rank: tuple[str, ...] = BESIDE_RANK

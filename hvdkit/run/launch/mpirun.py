@@ -85,7 +85,7 @@ def line(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     # Hydra starts any number of ranks and passes on the whole environment
     settings = [Setting("one process per rank", ("-n", str(request.n))), *_hydra_hosts(request, mpi)]
     settings.append(_hydra_placement(request, facts, intel=mpi.implementation == "Intel MPI"))
-    return LauncherLine(mpi.mpirun, tuple(settings), "PMI_RANK", tag=("-prepend-rank",))
+    return LauncherLine(mpi.mpirun, tuple(settings), "PMI_RANK")
 
 
 def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
@@ -111,8 +111,6 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
         tuple(settings),
         "OMPI_COMM_WORLD_RANK",
         pass_on=pass_on,
-        tag=("--output", "tag") if mpi.version >= (5,) else ("--tag-output",),
-        tagged=re.compile(rb"\[[^\[\],]*,(\d+)\]<std(?:out|err)>: ?"),
         taken=_TAKEN,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvdkit.common.signals import signal_name
+from hvdkit.common.units import bytes_text
 from hvdkit.steps.ranks import name_ranks
 
 
@@ -21,6 +22,8 @@ class RankEnd:
         knock_on: it wrote that Horovod lost a peer, or that the root failed.
         pid: process id of its command, 0 when it is not known.
         host: where it ran; "" on one host.
+        out_of_memory: the kernel killed a process of its cgroup because memory ran out.
+        limit: bytes that this cgroup may have, 0 for no limit.
     """
 
     rank: int
@@ -29,6 +32,16 @@ class RankEnd:
     knock_on: bool = False
     pid: int = 0
     host: str = ""
+    out_of_memory: bool = False
+    limit: int = 0
+
+    @property
+    def memory(self) -> str:
+        """What to add to a sentence on a process that was killed: "" where the kernel has killed none for memory."""
+        if not self.out_of_memory:
+            return ""
+        limit = f" (the limit of its cgroup is {bytes_text(self.limit)})" if self.limit else ""
+        return f" because memory ran out{limit}"
 
     @property
     def exit_status(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import hmac
 import re
 import secrets
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -18,6 +18,7 @@ from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.outcome import RankEnd
 from hvdkit.run.launch.stall import StallReports
 from hvdkit.run.launch.tracebacks import ErrorStream
+from hvdkit.steps import hosts
 from hvdkit.steps.stalls import IN_INIT, KILLED_WORKER, PAST_INIT
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,24 +28,54 @@ RECEIVE_BYTES = 1 << 18
 _REPORTED = re.compile(
     rb"\0(?:(?P<init>%b|%b)|%b (?P<worker>\d+) (?P<signal>\d+))\n" % (IN_INIT, PAST_INIT, KILLED_WORKER)
 )
+_LOOKED_UP = 4
+"""Names of hosts that are looked up for the way to them."""
+_SOMEWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737), by which the kernel says with which one this host goes to others."""
 
 
-def listener() -> socket.socket:
-    """A socket in the kernel's abstract namespace: no file to protect or to remove; peers are known by their uid."""
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(f"\0hvdkit-launch-{os.getpid()}-{secrets.token_hex(8)}")
-    server.listen(socket.SOMAXCONN)
+def listener(named: Sequence[str], *, here: bool) -> tuple[socket.socket, str]:
+    """A socket for the ranks, and where they find it: ``ADDRESS,...:PORT``.
+
+    Args:
+        named: hosts of the job, as far as they are known.
+        here: all ranks are on this machine.
+    """
+    own = "127.0.0.1" if here else _own_address(named)
+    try:
+        server = socket.create_server((own, 0), backlog=socket.SOMAXCONN)
+    except OSError:  # no loopback interface: what the launcher says then is the cause
+        server = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
     server.setblocking(False)
-    return server
+    addresses = [own] if here else [own, socket.gethostname()]
+    return server, f"{','.join(addresses)}:{server.getsockname()[1]}"
 
 
-@dataclass
+def _own_address(named: Sequence[str]) -> str:
+    """This host's address as the first of these reaches it that is another host."""
+    known_here = False
+    for name in named[:_LOOKED_UP]:
+        with contextlib.suppress(OSError):  # unknown here: the launcher may know it
+            own = hosts.own_address(hosts.address(name))
+            if not own.startswith("127."):
+                return own
+            known_here = True
+    if not known_here:
+        with contextlib.suppress(OSError):  # no way to anywhere
+            return hosts.own_address(_SOMEWHERE)
+    return "127.0.0.1"
+
+
+@dataclass(eq=False)
 class Peer:
     """The process beside one rank, see ``rank``.
 
     Attributes:
         connection: to it; not blocking.
+        nonce: what it has to show that it knows the secret of.
+        known: it has shown that.
         pid: its process id.
+        host: the name of its host.
         rank: which rank it is, None until it has said so.
         received: the beginning of a frame whose rest has not come yet.
         errors: what the rank writes to standard error.
@@ -56,7 +87,10 @@ class Peer:
     """
 
     connection: socket.socket
-    pid: int
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(wire.NONCE_BYTES))
+    known: bool = False
+    pid: int = 0
+    host: str = ""
     rank: int | None = None
     received: bytearray = field(default_factory=bytearray)
     errors: ErrorStream = field(default_factory=ErrorStream)
@@ -70,6 +104,24 @@ class Peer:
         """Tell it to stop, kill or dump."""
         with contextlib.suppress(OSError):  # it has just ended by itself
             self.connection.send(order)
+
+    def shake_hands(self, data: bytes, secret: str) -> bool | None:
+        """Take the answer to the nonce, and show that this side knows the secret, too.
+
+        Returns:
+            True once it has shown that, None while it has not said enough, False for a stranger.
+        """
+        self.received += data
+        size = wire.NONCE_BYTES + wire.PROOF_BYTES
+        if len(self.received) < size:
+            return None
+        nonces = self.nonce + self.received[: wire.NONCE_BYTES]
+        if not hmac.compare_digest(self.received[wire.NONCE_BYTES : size], wire.proof(secret, b"rank", nonces)):
+            return False
+        del self.received[:size]
+        self.known = True
+        self.order(wire.proof(secret, b"launch", nonces))
+        return True
 
     def report(self, data: bytes) -> None:
         """Take what its Pythons say: stacks, and lines of ``stalls.report`` among them."""
@@ -85,7 +137,7 @@ class Peer:
         """What has come; nothing when the connection is at its end."""
         try:
             return self.connection.recv(RECEIVE_BYTES)
-        except ConnectionError:
+        except OSError:
             return b""
 
     def frames(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -6,7 +6,6 @@ Nothing here touches the machine.
 from __future__ import annotations
 
 import contextlib
-import math
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping
@@ -121,7 +120,7 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
         settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
     if request.stall_timeout is not None:
         limit = request.stall_timeout
-        settings.append(_stall_check(limit, request.variables, environ, direct=_is_direct(name, request)))
+        settings.append(_stall_check(limit, request.variables, environ))
     return settings
 
 
@@ -161,8 +160,8 @@ def _controller(name: str) -> Setting:
     return Setting("ranks negotiate over MPI where the launcher's MPI is Horovod's, else over Gloo")
 
 
-def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str], *, direct: bool) -> Setting:
-    """Have Horovod report what waits, often enough to measure the limit; end the job itself where nobody reads that.
+def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str]) -> Setting:
+    """Have Horovod report what waits, often enough to measure the limit.
 
     Raises:
         InvalidArgumentError: --env sets one of the variables otherwise.
@@ -171,8 +170,6 @@ def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str,
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(stall.check_period(limit_s)),
         "HOROVOD_STALL_CHECK_DISABLE": "0",
     }
-    if direct:
-        variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(math.ceil(limit_s))
     if environ.get("HOROVOD_LOG_LEVEL", "").lower() in ("error", "fatal"):
         variables["HOROVOD_LOG_LEVEL"] = "warning"
     for name in (*variables, "HOROVOD_LOG_LEVEL"):
@@ -180,8 +177,7 @@ def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str,
             raise InvalidArgumentError(
                 f"--env {name}={given[name]} and --stall-timeout set the same; leave one of them out."
             )
-    then = ", and ends the job" if direct else ", a few times within the limit"
-    return Setting(f"--stall-timeout: Horovod reports what waits{then}", variables=variables)
+    return Setting("--stall-timeout: Horovod reports what waits, a few times within the limit", variables=variables)
 
 
 def _threads(name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> Setting:
@@ -296,8 +292,6 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         added=added,
         environment={**environ, **added},
         rank_variable=line.rank_variable,
-        tag=line.tag,
-        tagged=line.tagged,
         beside_rank=staging.moved_words(BESIDE_RANK, request.stage),
         noisy_start=line.noisy_start,
         settings=tuple(settings),
@@ -305,6 +299,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         stall_timeout=request.stall_timeout,
         stall_dir=request.stall_dir,
         direct=direct,
+        elastic=request.elastic,
         hosts=request.hosts if direct else (),
         grace_s=request.grace or (BATCH_GRACE_S if batch_job(environ) else GRACE_S),
     )
@@ -390,8 +385,6 @@ def _notes(
     if not direct and request.n > facts.cores:
         cores = count_text(facts.cores, "core")
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
-    if direct and request.stall_timeout is not None:
-        notes.append("on several hosts Horovod itself ends a job that stalls, without the ranks' stacks.")
     if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:
         notes.append("Horovod was built without MPI: under mpirun each process trains alone.")
     if request.stage is not None:

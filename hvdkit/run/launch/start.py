@@ -1,4 +1,4 @@
-"""Starts a launcher: in a session of its own, with its output in pipes and nothing to read.
+"""Starts a launcher: in a session of its own, with its output in a pipe and nothing to read.
 
 horovodrun is started as ``python -P -m hvdkit.run.launch.start horovodrun ARGUMENT...``, with its rendezvous closed to
 strangers. Its own server listens on all interfaces, and whoever reaches it can read and change where the ranks find one
@@ -22,34 +22,29 @@ from hvdkit.errors import LaunchError
 from hvdkit.run.launch import on_host
 from hvdkit.run.launch.horovodrun import answer_of
 from hvdkit.run.launch.rank import dying_with_parent
-from hvdkit.steps import bootstrap, hosts, rendezvous, secret
+from hvdkit.steps import bootstrap, hosts, rendezvous
 
 
-def start(
-    argv: Sequence[str], environment: Mapping[str, str], *, stderr: int = subprocess.PIPE, ends_alone: bool = False
-) -> subprocess.Popen[bytes]:
+def start(argv: Sequence[str], environment: Mapping[str, str], *, elastic: bool = False) -> subprocess.Popen[bytes]:
     """Start a launcher. The terminal's Ctrl-C does not reach it: this process then ends the job in order.
 
     Args:
         argv: the launcher, its options and the command.
-        environment: all its variables; a secret for the meeting of the ranks is put beside them where there is none.
-        stderr: ``subprocess.PIPE``, or ``subprocess.STDOUT`` for one pipe with standard output.
-        ends_alone: its ranks end by themselves when this process is killed, and it with them.
+        environment: all its variables.
+        elastic: it starts other ranks for those that end, and must end when this process is killed; any other one
+            ends with its ranks, which do so by themselves.
     Raises:
         LaunchError: it cannot be started.
     """
-    # At SIGTERM a launcher ends its ranks, also on other hosts. horovodrun would wait for the output of those that it
-    # does not reach; without it what it has started here ends by itself, and each rank's output has no reader.
-    without_this = signal.SIGKILL if Path(argv[0]).name == "horovodrun" else signal.SIGTERM
     try:
         return subprocess.Popen(
             guarded(list(argv)),
-            env={secret.VARIABLE: secret.new(), **environment},
+            env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=None if ends_alone else dying_with_parent(without_this),
+            preexec_fn=dying_with_parent(signal.SIGKILL) if elastic else None,
         )
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error

@@ -1,18 +1,24 @@
-"""Runs a planned job: passes its output on, ends all of it when a part of it fails, says how it ended."""
+"""Runs a planned job: passes its output on, ends all of it when a part of it fails, says how it ended.
+
+One process, in ``hvdkit launch``, for every launcher and any number of hosts. It listens; ``rank`` beside each rank
+connects and says how the rank starts, what it writes and how it ends; back go the orders to end, and signals. The
+launcher only starts processes, and is ended last.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sched
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -21,15 +27,16 @@ from typing import IO, cast
 from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.machine import why_no_rank_starts
-from hvdkit.run.launch.memory import MemoryKills
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.mpirun import SESSIONS
 from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer, Signals, listener, watched_signals
+from hvdkit.run.launch.reach import LOST_DAEMON, Reach
 from hvdkit.run.launch.shown import STDERR, STDOUT, JobOutput
 from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.run.launch.start import start
 from hvdkit.run.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
+from hvdkit.steps import secret
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.stalls import STALLED_STATUS
 
@@ -41,8 +48,16 @@ END_S = KNOCK_ON_SETTLE_S + wire.STOP_GRACE_S
 """Seconds from the first failure to killing what is left, whatever it does."""
 STOP_S = wire.STOP_GRACE_S + 1.0
 """Seconds from telling the ranks to end to killing them."""
-LEAVE_S = 1.5
-"""Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM."""
+LEAVE_S, FAR_LEAVE_S = 1.5, 5.0
+"""Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM; on several hosts."""
+STRANGER_S = 60.0
+"""Seconds that who connects has to show that it is a rank of this job."""
+PATIENCE_S = 15.0
+"""Seconds without a rank after which hosts that do not answer are named; ssh itself gives up after two minutes."""
+_SAID_BYTES = 1 << 16
+"""The end of what the launcher writes, in which a host that it lost is looked for."""
+_FILES = 100
+"""Open files beside the connections to the ranks."""
 
 AWAITED_S = 6.0
 """Seconds that a rank waits in ``init`` until those that live and have not come are named."""
@@ -51,7 +66,6 @@ _REPORT_S = 0.3
 """Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
 
 _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobEnd:
@@ -64,9 +78,20 @@ def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobE
     Raises:
         LaunchError: the launcher cannot be started.
     """
-    with watched_signals() as signals, contextlib.closing(listener()) as server, _sessions(plan) as variables:
-        plan = replace(plan, environment={**plan.environment, **variables})
-        return _Job(plan, signals, server, tagged=tagged, verbose=verbose).run()
+    _allow_connections(plan.n)
+    server, address = listener([host.name for host in plan.hosts], here=not plan.direct)
+    with watched_signals() as signals, contextlib.closing(server), _sessions(plan) as variables:
+        environment = {secret.VARIABLE: secret.new(), **plan.environment, **variables}
+        plan = replace(plan, environment=environment)
+        return _Job(plan, signals, server, address, tagged=tagged, verbose=verbose).run()
+
+
+def _allow_connections(n: int) -> None:
+    """Have as many files open as there are ranks, as far as this process may."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and n > allowed - _FILES > 0:
+        wanted = n + _FILES if most == resource.RLIM_INFINITY else min(n + _FILES, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 @contextlib.contextmanager
@@ -76,6 +101,9 @@ def _sessions(plan: LaunchPlan) -> Iterator[dict[str, str]]:
     What an mpirun that was killed has left keeps another one, to which its id falls, from starting.
     """
     above = plan.environment.get(SESSIONS)
+    if plan.direct:  # the same on hosts that lack it
+        yield {}
+        return
     try:
         own = tempfile.TemporaryDirectory(prefix="hvdkit-job-", dir=above, ignore_cleanup_errors=True)
     except OSError:  # then as without hvdkit
@@ -97,11 +125,12 @@ class _Job:
     """A job from its start to the sentence on its end: first what happens to it, then what is done about it."""
 
     def __init__(
-        self, plan: LaunchPlan, signals: Signals, listener: socket.socket, *, tagged: bool, verbose: bool
+        self, plan: LaunchPlan, signals: Signals, listener: socket.socket, address: str, *, tagged: bool, verbose: bool
     ) -> None:
         self._plan = plan
         self._signals = signals
-        self._listener = listener
+        self._listener, self._address = listener, address
+        self._reach = Reach([host.name for host in plan.hosts])
         self._shown = JobOutput(
             plan.launcher_name,
             tagged=tagged,
@@ -112,7 +141,7 @@ class _Job:
         self._selector = selectors.DefaultSelector()
         self._timers = sched.scheduler(time.monotonic)
         self._phase = JobPhase.RUNNING
-        self._peers: list[Peer] = []
+        self._peers: list[Peer] = []  # that are connected, and no strangers
         self._ranks: list[Peer] = []  # all that said hello, gone or not
         self._ends: list[RankEnd] = []
         self._lost: list[RankEnd] = []
@@ -121,7 +150,7 @@ class _Job:
         self._unhandled: dict[int, set[int]] = {}  # signal to ranks
         self._stall: Stall | None = None
         self._named_awaited = False
-        self._memory = MemoryKills()
+        self._said = b""
 
     def run(self) -> JobEnd:
         """Start it, and see to it until the launcher and all ranks are gone."""
@@ -133,6 +162,8 @@ class _Job:
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)
         self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._on_signals)
+        if self._plan.hosts and self._plan.launcher_name != "srun":
+            self._after(PATIENCE_S, self._look_for_silent)
         while self._launcher.returncode is None or self._peers:
             for key, _ in self._selector.select(self._timers.run(blocking=False)):
                 key.data()
@@ -146,10 +177,9 @@ class _Job:
         return JobEnd(status, interrupted=self._signal is not None or self._shown.unread)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        address = self._listener.getsockname()[1:].decode()
-        wrapper = (*self._plan.beside_rank, address, self._plan.rank_variable)
+        wrapper = (*self._plan.beside_rank, self._address, self._plan.rank_variable)
         argv = (*self._plan.launcher, *wrapper, *self._plan.command)
-        return start(argv, self._plan.environment, stderr=subprocess.STDOUT, ends_alone=True)
+        return start(argv, self._plan.environment, elastic=self._plan.elastic)
 
     @property
     def _all_started(self) -> bool:
@@ -158,26 +188,40 @@ class _Job:
     # What happens: ranks come, write and go
 
     def _on_connections(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # none is left, or it has hung up, or there are too many
             while True:
                 self._accept(self._listener.accept()[0])
 
     def _accept(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-        if uid != os.getuid():
-            connection.close()
-            return
         connection.setblocking(False)
-        peer = Peer(connection, pid)
-        self._peers.append(peer)
+        wire.keep_alive(connection)
+        peer = Peer(connection)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
-        if self._phase is JobPhase.STOPPING:
-            peer.order(self._end_order)
+        self._after(STRANGER_S, self._drop_stranger, peer)
+        peer.order(peer.nonce)
+
+    def _drop_stranger(self, peer: Peer) -> None:
+        if not peer.known:
+            self._hang_up(peer)
+
+    def _hang_up(self, peer: Peer) -> None:
+        if peer.connection.fileno() >= 0:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
 
     def _on_peer(self, peer: Peer) -> None:
         data = peer.receive()
-        if not data:
+        if not peer.known:
+            known = peer.shake_hands(data, self._plan.environment[secret.VARIABLE]) if data else False
+            if known is False:
+                self._hang_up(peer)
+            if not known:
+                return
+            self._peers.append(peer)
+            if self._phase is JobPhase.STOPPING:
+                peer.order(self._end_order)
+            data = b""
+        elif not data:
             self._on_peer_gone(peer)
             return
         for kind, payload in peer.frames(data):
@@ -185,9 +229,9 @@ class _Job:
 
     def _on_frame(self, peer: Peer, kind: bytes, payload: bytes) -> None:
         if kind == wire.HELLO:
-            (peer.rank,) = wire.HELLO_PAYLOAD.unpack(payload)
+            peer.rank, peer.pid = wire.HELLO_PAYLOAD.unpack_from(payload)
+            peer.host = payload[wire.HELLO_PAYLOAD.size :].decode(errors="replace") if self._plan.direct else ""
             self._ranks.append(peer)
-            self._memory.watch(peer.pid)
             if self._plan.stall_timeout is not None:
                 peer.reports = StallReports(self._plan.stall_timeout)
             if self._all_started and self._plan.noisy_start:
@@ -206,7 +250,7 @@ class _Job:
     def _on_rank_report(self, peer: Peer, data: bytes) -> None:
         was_in_init = peer.in_init
         peer.report(data)
-        if peer.in_init and not was_in_init:
+        if peer.in_init and not was_in_init and not self._plan.elastic:
             self._after(SETTLE_S, self._look_for_awaited, peer, SETTLE_S)
             if self._plan.stall_timeout is not None:
                 self._after(self._plan.stall_timeout, self._end_if_awaited_in_init, peer)
@@ -217,6 +261,8 @@ class _Job:
         self._shown.errors(peer, peer.errors.feed(data))
         if peer.errors.holding and not was_holding:
             self._after(HOLD_S, self._release, peer)
+        if self._plan.hosts and not self._reach.suspected and peer.errors.knock_on:
+            self._reach.suspect()
         if peer.reports is not None and peer.reports.feed(data):
             self._after(_REPORT_S, self._end_if_stalled)
 
@@ -230,26 +276,28 @@ class _Job:
         else:
             self._shown.show(peer.rank, STDERR, peer.errors.release())
 
-    def _on_rank_end(self, peer: Peer, status: int, told: bool, pid: int) -> None:
+    def _on_rank_end(self, peer: Peer, status: int, told: bool, pid: int, killed: bool, limit: int) -> None:
         if peer.rank is None:
             return
         self._shown.errors(peer, peer.errors.close())
-        peer.end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid)
+        peer.end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid, peer.host, killed, limit)
         self._ends.append(peer.end)
-        if status == 0:
+        if status == 0 or self._plan.elastic:
             self._shown.show(peer.rank, STDERR, peer.errors.release())
         self._shown.end_of(peer.rank)
+        if self._plan.elastic and self._phase is JobPhase.RUNNING:  # what follows from it is for horovodrun to say
+            peer.order(wire.STOP)
+            return
         if first_failure(self._ends) is not None:
             self._stop_soon()
         self._release_ended()
 
     def _on_peer_gone(self, peer: Peer) -> None:
-        if peer.end is None and peer.rank is not None:
+        if peer.end is None and peer.rank is not None and not self._plan.elastic:
             # The wrapper itself was killed: by Hydra, which so ends a job that called MPI_Abort, or by the user.
-            self._lost.append(RankEnd(peer.rank, -signal.SIGKILL))
+            self._lost.append(RankEnd(peer.rank, -signal.SIGKILL, host=peer.host))
             self._stop_soon()
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
+        self._hang_up(peer)
         self._peers.remove(peer)
         self._release_ended()
         if self._phase is JobPhase.STOPPING and not self._peers:
@@ -272,8 +320,11 @@ class _Job:
             if self._report_fd in self._selector.get_map():
                 self._selector.unregister(self._report_fd)
             return False
+        self._said = (self._said + data)[-_SAID_BYTES:]
+        if any(words in self._said for words in LOST_DAEMON):
+            self._reach.suspect()
         self._shown.held += data
-        self._after(SETTLE_S, self._release_report)
+        self._after(0.0 if self._plan.elastic else SETTLE_S, self._release_report)
         return True
 
     def _release_report(self) -> None:
@@ -307,6 +358,15 @@ class _Job:
         if ranks := self._unhandled.pop(number):
             why = "no handler for it, or not yet"
             self._shown.say(f"{signal_name(number)} was not passed on to {name_ranks(sorted(ranks))}: {why}.")
+
+    def _look_for_silent(self, asked: Future[str | None] | None = None) -> None:
+        """Name the hosts that do not answer, where no rank has come for a while."""
+        if self._ranks or self._phase is not JobPhase.RUNNING:
+            return
+        if asked is None or not asked.done():
+            self._after(1.0, self._look_for_silent, asked or self._reach.look_for_silent())
+        elif silent := asked.result():
+            self._shown.say(f"no rank has started yet: {silent}")
 
     # What is done: the job is ended
 
@@ -379,18 +439,22 @@ class _Job:
             self._leave_launcher()
 
     def _leave_launcher(self) -> None:
-        self._after(LEAVE_S, self._signal_launcher, signal.SIGTERM)
-        self._after(2 * LEAVE_S, self._signal_launcher, signal.SIGKILL)
+        leave_s = FAR_LEAVE_S if self._plan.direct or self._plan.elastic else LEAVE_S
+        self._after(leave_s, self._signal_launcher, signal.SIGTERM)
+        self._after(2 * leave_s, self._signal_launcher, signal.SIGKILL)
 
     def _kill(self) -> None:
         self._order(wire.KILL)
         self._after(1.0, self._kill_outright)
 
     def _kill_outright(self) -> None:
-        for peer in self._peers:
+        for peer in list(self._peers):
+            if self._plan.direct:  # its host no longer answers; without the connection the rank ends by itself
+                self._on_peer_gone(peer)
+                continue
             with contextlib.suppress(ProcessLookupError):
                 os.kill(peer.pid, signal.SIGKILL)
-        self._signal_launcher(signal.SIGKILL)
+        self._signal_launcher(signal.SIGTERM if self._plan.direct else signal.SIGKILL)
 
     def _order(self, order: bytes) -> None:
         for peer in self._peers:
@@ -411,16 +475,25 @@ class _Job:
         if self._signal is not None:
             self._shown.tracebacks(self._ranks, None)
             late = killed_after_grace(self._ends, self._plan.grace_s)
+            if silent := sorted({peer.rank for peer in self._ranks if peer.rank is not None and peer.end is None}):
+                late += f"; {name_ranks(silent)} did not say how"
+                every_process = "the job was ended" if self._plan.direct else every_process
             self._shown.say(f"interrupted by {signal_name(self._signal)}; {every_process}{late}.")
             return 128 + self._signal
         if self._shown.unread:
             return _BROKEN_PIPE_STATUS
         status = self._launcher.returncode
-        failure = first_failure(self._ends) or (first_failure(self._lost) if status == 0 else None)
-        early = left_early(self._ends)
+        ends = [] if self._plan.elastic else self._ends
+        failure = first_failure(ends) or (first_failure(self._lost) if status == 0 else None)
+        early = left_early(ends)
         self._shown.tracebacks(self._ranks, early or failure)
         if self._stall is not None:
             return self._conclude_stall(self._stall)
+        lost_daemon = any(words in self._said for words in LOST_DAEMON)
+        if (status or failure or lost_daemon) and (lost := self._reach.lost()):
+            self._shown.launcher_at_end()
+            self._shown.say(lost)
+            return (failure.exit_status if failure else status if status > 0 else 128 - status) or 1
         if early is not None:
             waits = next((peer.rank for peer in self._ranks if peer.in_init), None)
             missed = "before the others were done"
@@ -429,21 +502,27 @@ class _Job:
             self._shown.say(f"{early} {missed}; the job was ended.")
             return 1
         if failure is not None:
-            killed = self._memory.cause() if failure.status == -signal.SIGKILL else self._worker_of(failure)
+            killed = failure.memory if failure.status == -signal.SIGKILL else self._worker_of(failure)
             self._shown.say(f"{failure}{killed}; the job was ended.")
             return failure.exit_status
-        if status == 0:
+        if status == 0 and not lost_daemon:
+            if not self._ranks:  # nobody sees to them, and the launcher passes their output on
+                self._shown.launcher_at_end()
             return 0
         self._shown.launcher_at_end()
+        if not self._ranks and (unreached := self._reach.unreached(self._said)):
+            self._shown.say(unreached)
+            return status if status > 0 else 128 - status
         when = ("" if self._ranks else " before any rank started") + why_no_rank_starts(self._plan.n)
         how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
+        how = how if status else "lost contact with a host"
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
-        return status if status > 0 else 128 - status
+        return (status if status >= 0 else 128 - status) or 1
 
     def _worker_of(self, failure: RankEnd) -> str:
         """What to add to the end of a rank that had lost a process of its own."""
         for pid, number in (one for peer in self._ranks if peer.rank == failure.rank for one in peer.killed_workers):
-            cause = self._memory.cause() if number == signal.SIGKILL else ""
+            cause = failure.memory if number == signal.SIGKILL else ""
             return f" after its worker (pid {pid}) had been killed by {signal_name(number)}{cause}"
         return ""
 

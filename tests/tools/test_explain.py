@@ -21,7 +21,7 @@ from hvdkit.read.explain import explain, step_causes
 from hvdkit.read.explain.results import LINES, Explanation, JobLaunch, lines
 from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import recordings, stall
-from hvdkit.run.launch.model import Request
+from hvdkit.run.launch.options import Request
 from hvdkit.steps import step_marks, step_times
 from hvdkit.steps.step_files import Cores, RankTimes, Step, StepEvent
 

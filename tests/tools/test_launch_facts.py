@@ -8,7 +8,8 @@ import pytest
 
 from hvdkit.errors import LaunchError
 from hvdkit.run.launch import facts, machine, mpirun
-from hvdkit.run.launch.model import Horovod, Request
+from hvdkit.run.launch.model import Horovod
+from hvdkit.run.launch.options import Request
 
 
 @pytest.mark.parametrize(

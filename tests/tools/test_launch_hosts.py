@@ -12,9 +12,10 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch import batch, facts, placement, plan
+from hvdkit.run.launch import batch, facts, options, placement, plan
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi, Request
+from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi
+from hvdkit.run.launch.options import Request
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.LINES}
@@ -227,7 +228,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("launcher", plan.LAUNCHERS)
+@pytest.mark.parametrize("launcher", options.LAUNCHERS)
 def test_a_launcher_that_is_not_installed_can_be_shown(launcher):
     nothing = replace(FACTS, programs={}, mpi=None, horovodrun=None)
     assert build(found=nothing, launcher=launcher, dry_run=True).launcher[0] == launcher

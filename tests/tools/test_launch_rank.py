@@ -95,7 +95,7 @@ def test_a_rank_says_who_it_is_and_ends_with_the_connection(server, begin):
 
 def test_a_rank_with_another_secret_is_refused_and_ends(server, begin):
     listening, address = server
-    rank = begin(address, "sleep", "600", key=secret.new())
+    begin(address, "sleep", "600", key=secret.new())
     assert shaken(listening, secret.new()) is None
 
 

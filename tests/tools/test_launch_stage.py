@@ -22,7 +22,8 @@ from hvdkit import cli
 from hvdkit.errors import DataError, InvalidArgumentError, LaunchError
 from hvdkit.run.launch import plan
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Request, Staged
+from hvdkit.run.launch.model import Staged
+from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.stage import archive, environment, job, store, worker
 
 STAGED = Staged(Path("/venv"), Path("/local/hvdkit-stage-7"), "0123", ("lib/linked",))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hvdkit.run.launch import horovodrun, plan
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi, Request
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.run.launch.options import Request
 
 MPIS = {
     "mpirun": Mpi(Path("/bin/mpirun"), "Open MPI", (5, 0, 11)),

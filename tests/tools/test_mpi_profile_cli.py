@@ -23,7 +23,8 @@ from hvdkit.prepare.install import mpi_recorder
 from hvdkit.read.mpi_profile.results import ShownProfile
 from hvdkit.run.launch import facts, plan, recordings
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi, Request
+from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi
+from hvdkit.run.launch.options import Request
 
 
 def run(capsys, *words):

@@ -66,13 +66,9 @@ from hvdkit.run.trials.jobs import ToldToEnd, ended_by_signals
     "--timeout", type=float, callback=seconds_above_0, metavar="S", help="End a job after S seconds, as failed."
 )
 @click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the order of the jobs.")
-@options.LAUNCHER
-@options.THREADS
+@with_options([options.OPTIONS[name] for name in ("launcher", "threads")])
 @click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks per host; all N where N is smaller.")
-@options.DEPTH
-@options.HOSTS
-@options.HOSTFILE
-@options.ENV
+@with_options([options.OPTIONS[name] for name in ("depth", "hosts", "hostfile", "variables")])
 @with_options(show_cli.FORMS)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def scaling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ SUBCOMMANDS = {
 }
 
 
-_OPTIONS = (
+_OPTIONS: tuple[Callable[..., Any], ...] = (
     click.option("-n", "n", type=AT_LEAST_1, metavar="N", help="Number of processes (ranks)."),
     click.option(
         "--engine",
@@ -86,12 +87,7 @@ _OPTIONS = (
         help="Write all samples and the summary (docs/json.md).",
     ),
     *outputs.OPTIONS,
-    options.LAUNCHER,
-    options.HOSTS,
-    options.HOSTFILE,
-    options.PPN,
-    options.THREADS,
-    options.ENV,
+    *(options.OPTIONS[name] for name in ("launcher", "hosts", "hostfile", "ppn", "threads", "variables")),
     click.option("--timeout", type=float, callback=seconds_above_0, metavar="S", help="End the job after S seconds."),
 )
 

@@ -12,7 +12,7 @@ from hvdkit.common.files import is_file, text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job.model import BatchJob, Queue, Site
 from hvdkit.run.job.systems import SYSTEMS, WALLTIME, seconds
-from hvdkit.run.launch.plan import LAUNCHERS
+from hvdkit.run.launch.options import LAUNCHERS
 
 SITES = Path(__file__).parent / "sites"
 """The files that come with hvdkit."""

@@ -10,10 +10,10 @@
                    rank ── (stacks)               one process beside each rank, on whatever host it is
 
 ``plan`` is pure: facts in, command line and environment out, through ``mpirun``, ``horovodrun`` and, for the launchers
-of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before the user's command, whatever
-the launcher: mpirun, horovodrun (elastic or not), srun, mpiexec of PALS, aprun, jsrun. All that is known of a rank comes
-over that connection: its output, tracebacks and memory, how it ends, what waits in it. All that is done to it goes back
-over it: signals, the grace, its end. A rank whose connection ends has lost ``hvdkit launch``, and ends.
+of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before the user's command,
+whatever the launcher: mpirun, horovodrun (elastic or not), srun, mpiexec of PALS, aprun, jsrun. All that is known of a
+rank comes over that connection: its output, tracebacks and memory, how it ends, what waits in it. All that is done to
+it goes back over it: signals, the grace, its end. A rank whose connection ends has lost ``hvdkit launch``, and ends.
 
 The launchers' own reports are not used because they lose information: Open MPI glues the unfinished last lines of two
 ranks together, Hydra mixes ranks within a line, horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from hvdkit.common.ask import version
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch.model import BINDINGS, LauncherLine, Request, Setting
+from hvdkit.run.launch.model import BINDINGS, LauncherLine, Setting
+from hvdkit.run.launch.options import Request, words_of
 from hvdkit.steps.launchers import BATCH_JOBS, inside_srun
 
 _SYSTEMS = {"Slurm": "srun", "PBS": "mpiexec", "LSF": "jsrun", "Cobalt": "aprun"}
@@ -65,10 +66,10 @@ def _pals(request: Request, program: Path) -> LauncherLine:
     """
     settings = [
         Setting("one process per rank", ("-n", str(request.n))),
-        *_given("--ppn: ranks on each host", request.ppn, "--ppn", "{}"),
-        *_given("--depth: cores of each rank", request.depth if request.cpu_bind is None else None, "--depth={}"),
-        _binding(request, "--cpu-bind", {name: name for name in BINDINGS}),
-        *_given("the hosts that you named", ",".join(_chosen(request)) or None, "--hosts", "{}"),
+        *_given("mpiexec", "ppn", request.ppn, "--ppn: ranks on each host"),
+        *_given("mpiexec", "depth", request.depth if request.cpu_bind is None else None),
+        _binding(request, "mpiexec", {name: name for name in BINDINGS}),
+        *_given("mpiexec", "hosts", ",".join(_chosen(request)) or None, "the hosts that you named"),
     ]
     return LauncherLine(program, tuple(settings), "", pass_on=_told("--env", values=True))
 
@@ -83,10 +84,10 @@ def _aprun(request: Request, program: Path) -> LauncherLine:
     nodes = ",".join(map(_node_id, _chosen(request)))
     settings = [
         Setting("one process per rank", ("-n", str(request.n))),
-        *_given("--ppn: ranks on each host", request.ppn, "-N", "{}"),
-        _binding(request, "--cc", {"core": "cpu", "numa": "numa_node"}),
-        *_given("--depth: cores of each rank", request.depth, "-d", "{}"),
-        *_given("the hosts that you named, by their node ids", nodes or None, "-L", "{}"),
+        *_given("aprun", "ppn", request.ppn, "--ppn: ranks on each host"),
+        _binding(request, "aprun", {"core": "cpu", "numa": "numa_node"}),
+        *_given("aprun", "depth", request.depth),
+        *_given("aprun", "hosts", nodes or None, "the hosts that you named, by their node ids"),
     ]
     return LauncherLine(program, tuple(settings), "", pass_on=_told("-e", values=True))
 
@@ -113,10 +114,10 @@ def _srun(request: Request, program: Path) -> LauncherLine:
         settings.append(Setting("--ppn: ranks on each host, and so many hosts", words))
     depth = "--depth: cores of each rank; since Slurm 22.05 srun no longer takes it from sbatch"
     settings += [
-        *_given(depth, request.depth, "--cpus-per-task={}"),
-        *_given("--gpus-per-node", request.gpus_per_node, "--gpus-per-node={}"),
-        *_given("--gpus-per-task", request.gpus_per_task, "--gpus-per-task={}"),
-        *_given("--cpu-bind: the cores of each rank on a host", request.cpu_bind, "--cpu-bind={}"),
+        *_given("srun", "depth", request.depth, depth),
+        *_given("srun", "gpus_per_node", request.gpus_per_node, "--gpus-per-node"),
+        *_given("srun", "gpus_per_task", request.gpus_per_task, "--gpus-per-task"),
+        *_given("srun", "cpu_bind", request.cpu_bind, "--cpu-bind: the cores of each rank on a host"),
     ]
     if request.cpu_bind is None and request.bind != "none":
         place = {"core": "cores", "socket": "sockets", "numa": "ldoms"}[request.bind]
@@ -127,7 +128,7 @@ def _srun(request: Request, program: Path) -> LauncherLine:
     elif request.cpu_bind is None:
         settings.append(Setting(_UNTIED, ("--cpu-bind=none",)))
     settings += [
-        *_given("the hosts that you named", ",".join(_chosen(request)[:nodes]) or None, "--nodelist={}"),
+        *_given("srun", "hosts", ",".join(_chosen(request)[:nodes]) or None, "the hosts that you named"),
         Setting("a rank that fails ends the job; otherwise the others wait for it", ("--kill-on-bad-exit=1",)),
         Setting("one Ctrl-C ends the job; otherwise srun asks for two", ("--quit-on-interrupt",)),
     ]
@@ -164,11 +165,12 @@ def _jsrun(request: Request, program: Path) -> LauncherLine:
     tied = "each rank may use all its cores; otherwise jsrun ties it to the first of them"
     settings = [
         Setting("one resource set for each rank", ("-n", str(request.n), "-a", "1")),
-        *_given("--depth: cores of each rank", request.depth, "-c", "{}"),
-        *_given("GPUs of each rank", _gpus_of_a_rank(request), "-g", "{}"),
-        *_given("--ppn: ranks on each host", request.ppn, "-r", "{}"),
-        *_given(tied, request.depth, "-b", "packed:{}"),
+        *_given("jsrun", "depth", request.depth),
+        *_given("jsrun", "gpus_per_task", _gpus_of_a_rank(request), "GPUs of each rank"),
+        *_given("jsrun", "ppn", request.ppn, "--ppn: ranks on each host"),
     ]
+    if request.depth is not None:
+        settings.append(Setting(tied, ("-b", f"packed:{request.depth}")))
     notes = () if request.depth else ("jsrun gives each rank one core unless told; say how many with --depth.",)
     return LauncherLine(program, tuple(settings), "", pass_on=_told("-E", values=False), notes=notes)
 
@@ -189,9 +191,9 @@ LINES = {"mpiexec": _pals, "aprun": _aprun, "srun": _srun, "jsrun": _jsrun}
 """Launchers that belong to a batch system, each with what makes its command line; mpiexec is that of PALS alone."""
 
 
-def _given(why: str, value: object, *words: str) -> list[Setting]:
-    """What a launcher is told where the user gave a value, which stands in its words for {}."""
-    return [] if value is None else [Setting(why, tuple(word.format(value) for word in words))]
+def _given(launcher: str, name: str, value: object, why: str = "--depth: cores of each rank") -> list[Setting]:
+    """What a launcher is told of an option where the user gave a value."""
+    return [] if value is None else [Setting(why, words_of(name, launcher, value))]
 
 
 def _chosen(request: Request) -> list[str]:
@@ -199,15 +201,17 @@ def _chosen(request: Request) -> list[str]:
     return [host.name for host in request.hosts] if request.hosts_chosen else []
 
 
-def _binding(request: Request, option: str, names: Mapping[str, str]) -> Setting:
-    """What each rank is tied to, said with an option of PALS or of ALPS, its predecessor, in its own names."""
+def _binding(request: Request, launcher: str, names: Mapping[str, str]) -> Setting:
+    """What each rank is tied to, said to PALS or to ALPS, its predecessor, in its own names."""
     if request.cpu_bind is not None:
-        return Setting("--cpu-bind: the cores of each rank on a host", (option, request.cpu_bind))
+        why = "--cpu-bind: the cores of each rank on a host"
+        return Setting(why, words_of("cpu_bind", launcher, request.cpu_bind))
     if request.bind == "none" and request.depth is not None:
-        return Setting("each rank is tied to the cores of its --depth, all of them", (option, "depth"))
+        why = "each rank is tied to the cores of its --depth, all of them"
+        return Setting(why, words_of("cpu_bind", launcher, "depth"))
     if request.bind == "none":
-        return Setting(_UNTIED, (option, "none"))
-    return Setting(f"--bind {request.bind}", (option, names[request.bind]))
+        return Setting(_UNTIED, words_of("cpu_bind", launcher, "none"))
+    return Setting(f"--bind {request.bind}", words_of("cpu_bind", launcher, names[request.bind]))
 
 
 def _told(option: str, *, values: bool) -> Callable[[Mapping[str, str], Mapping[str, str]], Setting]:

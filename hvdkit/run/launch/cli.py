@@ -28,30 +28,21 @@ from hvdkit.run.launch import (
     supervise,
     tuned,
 )
-from hvdkit.run.launch.model import Host, LaunchPlan, Request
+from hvdkit.run.launch.model import Host, LaunchPlan
+from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.stage import job as staging
 
-_NEEDS = (
-    ("stall_dir", "stall_timeout", "which says when stacks are written there"),
-    ("skew", "timeline", "the file it is about"),
-    ("mark_cycles", "timeline", "the file it is about"),
-    ("mpi_profile_wait", "mpi_profile", "the directory that it is written to"),
-    ("torch_profile_steps", "torch_profile", "the directory that it is about"),
-    ("explain_dir", "explain_job", "whose recordings are written there"),
-    ("stage_dir", "stage", "which copies the environment there"),
-)
-"""Options that mean something only with another one, and why."""
 _PAUSE_S = 1.0
 """Seconds before a restart: what failed for want of a port or of memory has it back."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@with_options(options.OPTIONS)
+@with_options(tuple(options.OPTIONS.values()))
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def launch(
     *,
     command: tuple[str, ...],
-    first: bool,
+    preflight: bool,
     restarts: int,
     min_np: int | None,
     max_np: int | None,
@@ -93,7 +84,7 @@ def launch(
     request = _request(command, dry_run, **wanted)
     growing = horovodrun.elastic(request.n, min_np, max_np, host_discovery_script)
     if growing is not None:
-        _check_elastic(request, alone=not (first or restarts or request.hosts_chosen or request.stage))
+        _check_elastic(request, alone=not (preflight or restarts or request.hosts_chosen or request.stage))
     job = _plan(request) if growing is None else _elastic_plan(request, growing)
     for note in job.notes:
         click.echo(f"hvdkit launch: {note}", err=True)
@@ -110,7 +101,7 @@ def launch(
     if growing is not None:
         with recordings.recorded(request, job):
             return supervise.run(job, tagged=tag, verbose=verbose).status
-    if status := _prepared(command[0], job, before, first=first):
+    if status := _prepared(command[0], job, before, first=preflight):
         return status
     with recordings.recorded(request, job):
         return _run(request, job, restarts, tagged=tag, verbose=verbose)
@@ -167,10 +158,7 @@ def _run(request: Request, job: LaunchPlan, restarts: int, *, tagged: bool, verb
 
 def _request(command: tuple[str, ...], dry_run: bool, **asked: Any) -> Request:
     """The options as one request; an error where one needs or excludes another."""
-    for name, needed, why in _NEEDS:
-        if asked[name] and not asked[needed]:
-            option, other = (f"--{word.replace('_', '-')}" for word in (name, needed))
-            raise InvalidArgumentError(f"{option} needs {other}, {why}.")
+    options.check_needs(asked)
     skew, explains, stages = asked.pop("skew"), asked.pop("explain_job"), asked.pop("stage")
     chosen, source, given = tuned.choose(asked.pop("tuned"), **{name: asked.pop(name) for name in tuned.OPTIONS})
     fixed = "--tuned" if source else next(iter(given.values()), None)

@@ -12,8 +12,9 @@ from pathlib import Path
 from hvdkit.run.launch import batch, plan
 from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.machine import free_port, installed_horovod, recorded_horovod, usable_cores
-from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
+from hvdkit.run.launch.model import LaunchFacts, LaunchPlan
 from hvdkit.run.launch.mpirun import find_mpirun, identify
+from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.recordings import recorder
 from hvdkit.steps import hosts as job_hosts
 from hvdkit.steps import launchers

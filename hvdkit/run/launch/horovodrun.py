@@ -20,7 +20,8 @@ from pathlib import Path
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import placement
-from hvdkit.run.launch.model import LauncherLine, Request, Setting
+from hvdkit.run.launch.model import LauncherLine, Setting
+from hvdkit.run.launch.options import Request
 
 _UNREAD = Setting("horovodrun takes options of the command for its own, but nothing behind '--'", ("env", "--"))
 _NEEDS_SSH = (

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdkit.run.launch import rank
-from hvdkit.run.launch.tuned import Tuned
 
 SECOND_PROGRAM = re.compile(":")
 """The word that parts two programs of one job, under every launcher but horovodrun."""
@@ -54,76 +53,6 @@ class Staged:
     def moved(self, path: Path) -> Path:
         """Where a path of the environment lies in the copy."""
         return self.at / path.relative_to(self.prefix)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asks for.
-
-    Attributes:
-        n: number of processes, > 0.
-        command: the program and its arguments, at least one word.
-        launcher: "auto" or a name of ``plan.LAUNCHERS``.
-        threads: compute threads per rank, > 0, None for an even share of the cores.
-        bind: one of ``BINDINGS``: what each rank is tied to.
-        cpu_bind: the same in the launcher's own words, None for none; wins over ``bind`` and over what ``depth`` ties.
-        variables: further environment variables; they win over every other setting.
-        timeline: absolute path of the Horovod timeline to write, None for none.
-        mark_cycles: the timeline also shows Horovod's cycles.
-        stall_timeout: seconds that a collective may wait, > 0, None for no limit.
-        stall_dir: absolute path of the directory for the stacks when one waits longer.
-        ppn: ranks on each host, > 0, None for what the hosts' slots or the launcher say.
-        depth: cores of each rank, > 0, None for no claim.
-        hosts: the hosts of the job; () when all ranks are to run on this machine, or when nothing names any.
-        hosts_chosen: the user named the hosts; otherwise they are those of the batch job.
-        gpus_per_node, gpus_per_task: what the batch system's launcher is to hand out, None for no claim.
-        autotune_log: absolute path of the log of Horovod's autotuner, None to leave it off.
-        tuned: Horovod's settings for speed; ``launcher``, ``threads`` and a batch job win over its own.
-        options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned_source``.
-        tuned_source: the file of ``tuned``, or the line of it; "" for none.
-        monitor: absolute path of the directory for the history of the run, None for none.
-        mpi_profile: absolute path of the directory for the MPI profile, None for none.
-        mpi_profile_wait: it also measures how long a rank waits for the others.
-        torch_profile: absolute path of the directory for PyTorch's profiles, None for none.
-        torch_profile_steps: steps that they leave out, trace and throw away, record.
-        dry_run: the command line is only to be shown; the launcher may be missing.
-        explain_job: absolute path of the directory for what explains the job, None for none.
-        stage: the environment that the ranks are to find on their host's disk, None for that which hvdkit is in.
-        grace: seconds from SIGTERM to SIGKILL when the job is told to end, > 0, None for what suits where it runs.
-        elastic: ranks come and go.
-    """
-
-    n: int
-    command: tuple[str, ...]
-    launcher: str = "auto"
-    threads: int | None = None
-    bind: str = "none"
-    variables: Mapping[str, str] = field(default_factory=dict)
-    timeline: Path | None = None
-    stall_timeout: float | None = None
-    stall_dir: Path | None = None
-    mark_cycles: bool = False
-    ppn: int | None = None
-    depth: int | None = None
-    hosts: tuple[Host, ...] = ()
-    hosts_chosen: bool = False
-    gpus_per_node: int | None = None
-    gpus_per_task: int | None = None
-    autotune_log: Path | None = None
-    tuned: Tuned = field(default_factory=Tuned)
-    options: Mapping[str, str] = field(default_factory=dict)
-    tuned_source: str = ""
-    monitor: Path | None = None
-    mpi_profile: Path | None = None
-    mpi_profile_wait: bool = False
-    torch_profile: Path | None = None
-    torch_profile_steps: tuple[int, int, int] | None = None
-    dry_run: bool = False
-    cpu_bind: str | None = None
-    explain_job: Path | None = None
-    stage: Staged | None = None
-    grace: float | None = None
-    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +166,7 @@ class LaunchPlan:
 
     Attributes:
         n: number of processes.
-        launcher_name: a name of ``plan.LAUNCHERS``.
+        launcher_name: a name of ``options.LAUNCHERS``.
         launcher: the launcher and its options.
         command: what each rank runs; ``launcher`` followed by ``command`` is the whole command line.
         added: environment variables that the job gets beside those of this process.

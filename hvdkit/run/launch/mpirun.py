@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hvdkit.common import ask, mpi_names
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.run.launch.model import LauncherLine, LaunchFacts, Mpi, Request, Setting
+from hvdkit.run.launch.model import LauncherLine, LaunchFacts, Mpi, Setting
+from hvdkit.run.launch.options import Request
 from hvdkit.steps import secret
 
 _PROGRAMS = ("mpirun", "mpiexec")

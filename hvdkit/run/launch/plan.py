@@ -31,20 +31,14 @@ from hvdkit.run.launch.model import (
     LaunchFacts,
     LaunchPlan,
     Mpi,
-    Request,
     Setting,
 )
+from hvdkit.run.launch.options import Request, who_says
 from hvdkit.run.launch.stage import job as staging
 from hvdkit.steps import step_times
 from hvdkit.steps.launchers import batch_job
 
 _OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
-LAUNCHERS = ("mpirun", *_OF_PROGRAM)
-"""Every launcher that can be asked for by name."""
-_OF_GPUS = ("srun", "jsrun")
-"""Launchers that hand out GPUs."""
-_OF_CORES = ("srun", "mpiexec", "aprun")
-"""Launchers that take a list of the cores of each rank."""
 _EVEN = {
     "srun": "SLURM_NTASKS_PER_NODE, by which a rank knows how many share its host, would be wrong on the last one",
     "jsrun": "it starts as many resource sets on every host",
@@ -338,13 +332,14 @@ def _check(name: str, request: Request) -> None:
             "--mpi-profile records MPI calls, and this job is started by 'horovodrun --gloo', which makes none; use "
             "--launcher mpirun with a Horovod that was built with MPI, or --timeline."
         )
-    if request.cpu_bind is not None and name not in _OF_CORES:
+    of_cores, of_gpus = who_says("cpu_bind"), who_says("gpus_per_node")
+    if request.cpu_bind is not None and name not in of_cores:
         raise InvalidArgumentError(
-            f"--cpu-bind is for {', '.join(_OF_CORES)}, and this job is started by {name}; use --bind or --depth."
+            f"--cpu-bind is for {', '.join(of_cores)}, and this job is started by {name}; use --bind or --depth."
         )
-    if name not in _OF_GPUS and (request.gpus_per_node is not None or request.gpus_per_task is not None):
+    if name not in of_gpus and (request.gpus_per_node is not None or request.gpus_per_task is not None):
         raise InvalidArgumentError(
-            f"--gpus-per-node and --gpus-per-task are for {' and '.join(_OF_GPUS)}; under {name} every rank sees the "
+            f"--gpus-per-node and --gpus-per-task are for {' and '.join(of_gpus)}; under {name} every rank sees the "
             "GPUs of its host, and hvdkit's pin_device gives it its own."
         )
 

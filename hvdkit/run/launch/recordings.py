@@ -18,7 +18,8 @@ from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.machine import usable_cores
-from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request, Setting
+from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Setting
+from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.rank import STACKS_DIRECTORY
 from hvdkit.steps import step_marks, step_times, torch_profile
 

@@ -17,7 +17,8 @@ import numpy as np
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, placement, plan
-from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
+from hvdkit.run.launch.model import LaunchFacts, LaunchPlan
+from hvdkit.run.launch.options import Request, as_words
 from hvdkit.run.launch.tuned import MIB, Tuned
 
 DEFAULT = Tuned()
@@ -52,15 +53,8 @@ class Wish:
 
     def options(self) -> list[str]:
         """The options of ``hvdkit launch`` that say so."""
-        words = ["--launcher", self.launcher] if self.launcher != "auto" else []
-        named = {"--ppn": self.ppn, "--depth": self.depth, "--hosts": self.hosts, "--hostfile": self.hostfile}
-        named["--threads"] = self.threads
-        for option, value in named.items():
-            words += [] if value is None else [option, str(value)]
-        for name, value in self.variables.items():
-            # a value that is set here stays out of the command line, which every user reads
-            words += ["--env", name if os.environ.get(name) == value else f"{name}={value}"]
-        return words
+        names = ("launcher", "ppn", "depth", "hosts", "hostfile", "threads", "variables")
+        return as_words({name: getattr(self, name) for name in names})
 
     def request(self, environ: Mapping[str, str]) -> Request:
         """The default job.

@@ -13,10 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, seconds_above_0
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, seconds_above_0, with_options
 from hvdkit.common.extras import require_scipy
 from hvdkit.errors import HvdkitError
-from hvdkit.run.launch import options, plan
+from hvdkit.run.launch import options
 from hvdkit.run.launch.tuned import MIB, Tuned
 from hvdkit.run.trials import here
 from hvdkit.run.trials.here import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
@@ -84,7 +84,7 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
 )
 @click.option(
     "--launcher",
-    type=click.Choice(["auto", *plan.LAUNCHERS]),
+    type=click.Choice(["auto", *options.LAUNCHERS]),
     default="auto",
     help="Launcher of every job. auto: that of `hvdkit launch`, and as a candidate the other one of mpirun and "
     "horovodrun.",
@@ -142,11 +142,7 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     "--wall", is_flag=True, help="Compare the wall time of whole jobs, even if the program prints a step rate."
 )
 @click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the order of the jobs.")
-@options.PPN
-@options.DEPTH
-@options.HOSTS
-@options.HOSTFILE
-@options.ENV
+@with_options([options.OPTIONS[name] for name in ("ppn", "depth", "hosts", "hostfile", "variables")])
 @click.option("--json", "want_json", is_flag=True, help="Print the outcome as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def tune(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Host, LaunchPlan, Request, Setting, Staged
+from hvdkit.run.launch.model import Host, LaunchPlan, Setting, Staged
+from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.stage import environment
 
 _MOVED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")

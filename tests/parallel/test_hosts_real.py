@@ -237,6 +237,17 @@ def test_no_rank_of_two_hosts_lives_on_where_hvdkit_itself_is_killed(hosts, laun
         time.sleep(0.1)
 
 
+def test_a_collective_that_one_host_never_reaches_ends_the_job_with_the_stacks_of_both(launch, ranks_command, tmp_path):
+    code = "import time, torch, horovod.torch as hvd\nhvd.init()\n"
+    code += "if hvd.rank() == 1: time.sleep(600)\nhvd.allreduce(torch.ones(2), name='late')\n"
+    options = ["--stall-timeout", "2", "--stall-dir", str(tmp_path / "stacks")]
+    job = launch("mpirun", 2, [sys.executable, "-c", code], ranks_command(1, "mpi")[1], *options)
+    errors = job.communicate(timeout=200)[1]
+    assert job.returncode == 75, errors
+    assert "longer than 2 s: rank 1 did not arrive at allreduce 'late'" in errors.splitlines()[-1]
+    assert "line 3" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+
+
 def test_over_gloo_as_under_srun(hosts, rank_of, compare):
     command, environment = rank_of(train)
     job = {"SLURM_JOB_ID": "900", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}

@@ -38,9 +38,9 @@ while True:
 READ = """
 import socket, sys
 from pathlib import Path
-from hvdkit.run.launch.stage import archive
+from hvdkit.run.launch.stage import copy
 Path(sys.argv[3]).mkdir()
-archive.unpack(socket.create_connection((sys.argv[1], int(sys.argv[2]))).makefile("rb"), Path(sys.argv[3]))
+copy.unpack(socket.create_connection((sys.argv[1], int(sys.argv[2]))).makefile("rb"), Path(sys.argv[3]))
 """
 FILE_BYTES = 64 << 10
 MODEL = {
@@ -89,7 +89,7 @@ def make(prefix, size):
 
 def staged(hosts, count, prefix, environment):
     """Seconds of the workers on the first hosts."""
-    from hvdkit.run.launch.stage import environment as staging
+    from hvdkit.run.launch.stage import copy as staging
 
     store = hosts.disk / "store"
     key = staging.key(staging.entries(prefix), str(prefix))

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +23,7 @@ from hvdkit.run.launch import plan
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Staged
 from hvdkit.run.launch.options import Request
-from hvdkit.run.launch.stage import archive, environment, job, store, worker
+from hvdkit.run.launch.stage import copy, job, worker
 
 STAGED = Staged(Path("/venv"), Path("/local/hvdkit-stage-7"), "0123", ("lib/linked",))
 COMMAND = Command(("/venv/bin/python", "train.py"), script=1)
@@ -151,73 +150,57 @@ def prefix(tmp_path):
     (root / "bin" / "python").symlink_to(root / "bin" / "python3")
     (root / "bin" / "tool").write_text(f"#!{root}/bin/python\n")
     (root / "bin" / "tool").chmod(0o4775)
-    (root / "large").write_bytes(os.urandom(2 * archive.PIECE + 5))
+    (root / "large").write_bytes(os.urandom(2 * copy.PIECE + 5))
     os.mkfifo(root / "pipe")
     return root
 
 
-def through(write, read):
-    """Both ends of a stream at once."""
-    pieces, wrong = archive.Pieces(), []
-
-    def run():
-        try:
-            write(pieces)
-        except Exception as error:
-            wrong.append(error)
-        pieces.finish()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        read(pieces)
-    finally:
-        pieces.drain()
-        thread.join()
-    if wrong:
-        raise wrong[0]
+def packed(prefix, found):
+    stream = io.BytesIO()
+    copy.pack(prefix, found, stream)
+    return io.BytesIO(stream.getvalue())
 
 
 def test_an_environment_arrives_as_it_was(prefix, tmp_path):
-    found = environment.entries(prefix)
-    copy, final = tmp_path / "copy", tmp_path / "final"
-    copy.mkdir()
-    through(lambda pieces: archive.pack(prefix, found, pieces), lambda pieces: archive.unpack(pieces, copy))
-    archive.link_out([entry for entry in found if entry.leaves], copy)
-    packages = copy / "lib" / "python3.11" / "site-packages"
-    assert (copy / "large").read_bytes() == (prefix / "large").read_bytes()
-    assert (copy / "lib64").readlink() == Path("lib") and (copy / "bin/python").readlink() == Path("python3")
-    assert (copy / "bin/python3").readlink() == tmp_path / "outside/python3"
+    found = copy.entries(prefix)
+    root, final = tmp_path / "copy", tmp_path / "final"
+    root.mkdir()
+    copy.unpack(packed(prefix, found), root)
+    copy.link_out([entry for entry in found if entry.leaves], root)
+    packages = root / "lib" / "python3.11" / "site-packages"
+    assert (root / "large").read_bytes() == (prefix / "large").read_bytes()
+    assert (root / "lib64").readlink() == Path("lib") and (root / "bin/python").readlink() == Path("python3")
+    assert (root / "bin/python3").readlink() == tmp_path / "outside/python3"
     assert (packages / "source").readlink() == tmp_path / "outside/source"
     assert (packages / "linked.py").read_text() == "cached" and not (packages / "linked.py").is_symlink()
-    assert not (copy / "pipe").exists() and not (packages / "gone").is_symlink()
-    assert stat.S_IMODE((copy / "bin/tool").stat().st_mode) == 0o755
-    source, target = ((root / "large").stat().st_mtime for root in (prefix, copy))
+    assert not (root / "pipe").exists() and not (packages / "gone").is_symlink()
+    assert stat.S_IMODE((root / "bin/tool").stat().st_mode) == 0o755
+    source, target = ((at / "large").stat().st_mtime for at in (prefix, root))
     assert int(source) == int(target)  # Python compares whole seconds with what it compiled
-    archive.move(copy, prefix, final)
-    assert (copy / "bin/tool").read_text() == f"#!{final}/bin/python\n"
+    copy.move(root, prefix, final)
+    assert (root / "bin/tool").read_text() == f"#!{final}/bin/python\n"
     assert (packages / "own.pth").read_text() == f"{final}/src\n{prefix}2/src\n"
 
 
 def test_a_host_without_what_a_link_leads_to_says_so(tmp_path):
     with pytest.raises(DataError, match="there is no /nowhere/python3, which bin/python3 of the environment leads to"):
-        archive.link_out([environment.Entry("bin/python3", 0, target="/nowhere/python3")], tmp_path)
+        copy.link_out([copy.Entry("bin/python3", 0, target="/nowhere/python3")], tmp_path)
 
 
 def test_an_environment_that_changes_while_it_is_packed_is_refused(prefix):
-    found = environment.entries(prefix)
+    found = copy.entries(prefix)
     (prefix / "large").write_bytes(b"now small")
     with pytest.raises(DataError, match="was changed while it was staged"):
-        through(lambda pieces: archive.pack(prefix, found, pieces), lambda pieces: None)
+        packed(prefix, found)
 
 
 def test_the_key_changes_with_the_environment_and_not_with_what_python_compiles(prefix):
-    before = environment.key(environment.entries(prefix), "/a")
+    before = copy.key(copy.entries(prefix), "/a")
     (prefix / "lib/python3.11/site-packages/__pycache__/m.pyc").write_bytes(b"again")
-    assert environment.key(environment.entries(prefix), "/a") == before
-    assert environment.key(environment.entries(prefix), "/b") != before
+    assert copy.key(copy.entries(prefix), "/a") == before
+    assert copy.key(copy.entries(prefix), "/b") != before
     os.utime(prefix / "bin/tool", (1, 1))
-    assert environment.key(environment.entries(prefix), "/a") != before
+    assert copy.key(copy.entries(prefix), "/a") != before
 
 
 def member(name, kind=tarfile.REGTYPE, target=""):
@@ -227,14 +210,10 @@ def member(name, kind=tarfile.REGTYPE, target=""):
 
 
 BAD = {
-    "absolute": [member("/etc/passwd")],
     "above": [member("../up")],
     "above in the middle": [member("a", tarfile.DIRTYPE), member("a/../../up")],
     "link above": [member("a", tarfile.SYMTYPE, "../up")],
     "absolute link": [member("a", tarfile.SYMTYPE, "/etc")],
-    "link that turns back": [member("a", tarfile.SYMTYPE, "b/..")],
-    "through a link": [member("d", tarfile.DIRTYPE), member("a", tarfile.SYMTYPE, "d"), member("a/file")],
-    "hard link": [member("a"), member("b", tarfile.LNKTYPE, "a")],
     "device": [member("a", tarfile.CHRTYPE)],
     "pipe": [member("a", tarfile.FIFOTYPE)],
 }
@@ -249,7 +228,7 @@ def test_a_bad_archive_is_refused(tmp_path, case):
     root = tmp_path / "in" / "it"
     root.mkdir(parents=True)
     with pytest.raises(DataError, match="refused"):
-        through(lambda pieces: pieces.write(file.getvalue()), lambda pieces: archive.unpack(pieces, root))
+        copy.unpack(io.BytesIO(file.getvalue()), root)
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["it"]
 
 
@@ -258,9 +237,10 @@ def test_a_damaged_archive_is_refused(prefix, tmp_path, bad):
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as written:
         written.add(prefix / "large", "large")
-    data = bad or file.getvalue()[: archive.PIECE]
+    data = bad or file.getvalue()[: copy.PIECE]
+    (tmp_path / "in").mkdir()
     with pytest.raises(DataError, match="the archive is damaged"):
-        through(lambda pieces: pieces.write(data), lambda pieces: archive.unpack(pieces, tmp_path))
+        copy.unpack(io.BytesIO(data), tmp_path / "in")
 
 
 class Group:
@@ -289,56 +269,60 @@ class Group:
         pass
 
 
-def spread(ranks, fan_out, source, damage=False):
+def spread(ranks, pieces, damage=False):
     """What each rank has got and raised."""
     queues = [queue.Queue() for _ in range(ranks)]
 
     def one(rank):
-        sink = archive.Pieces()
+        kept = []
         try:
-            whole = worker.spread(Group(rank, queues, damage), None if rank else source, sink, fan_out)
+            whole = worker.spread(Group(rank, queues, damage), None if rank else pieces, kept.append)
         except (DataError, OSError) as error:
             return error
-        return b"".join(iter(sink.read, b"")) if whole else None
+        return b"".join(kept) if whole else None
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))
 
 
-def filled(data, error=None):
-    source = archive.Pieces()
-    source.write(data)
-    source.finish(error)
-    return source
+def test_every_host_gets_all_pieces():
+    pieces = [os.urandom(copy.PIECE) for _ in range(12)] + [b"the end"]
+    assert spread(6, iter(pieces)) == [b"".join(pieces)] * 6
 
 
-@pytest.mark.parametrize("fan_out", [1, 2])
-def test_every_host_gets_all_pieces(fan_out):
-    data = os.urandom(3 * archive.PIECE + 7)
-    assert spread(6, fan_out, filled(data)) == [data] * 6
-
-
-@pytest.mark.parametrize("fan_out", [1, 2])
-def test_what_arrives_otherwise_than_it_was_sent_is_refused(fan_out):
-    *others, last = spread(3, fan_out, filled(b"a" * 3 * archive.PIECE), damage=True)
+def test_what_arrives_otherwise_than_it_was_sent_is_refused():
+    *others, last = spread(3, iter([b"a" * copy.PIECE] * 3), damage=True)
     assert isinstance(last, DataError) and "not the one that was sent" in str(last)
     assert not any(isinstance(other, Exception) for other in others)
 
 
 def test_all_are_told_when_the_first_host_cannot_read():
     wrong = OSError(errno.EIO, "Input/output error")
-    assert spread(3, 1, filled(b"a" * archive.PIECE, wrong)) == [wrong, None, None]
+
+    def pieces():
+        yield b"a" * copy.PIECE
+        raise wrong
+
+    assert spread(3, pieces()) == [wrong, None, None]
+
+
+def test_pieces_come_while_the_next_ones_are_packed_and_so_does_the_error(prefix):
+    found = copy.entries(prefix)
+    assert b"".join(worker.packed(prefix, found)) == packed(prefix, found).getvalue()
+    (prefix / "large").write_bytes(b"now small")
+    with pytest.raises(DataError, match="was changed while it was staged"):
+        list(worker.packed(prefix, found))
 
 
 @pytest.fixture
 def own(tmp_path):
     directory = tmp_path / "hvdkit-stage-1"
-    store.prepare(directory)
+    copy.prepare(directory)
     return directory
 
 
 def stage(own, prefix, name="key"):
-    with store.making(own / name, prefix) as part:
+    with copy.making(own / name, prefix) as part:
         (part / "bin").mkdir()
         (part / "bin" / "tool").write_text("tool")
     return own / name
@@ -348,36 +332,36 @@ def test_a_directory_that_is_not_ones_own_is_refused(own, tmp_path, monkeypatch)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     own.chmod(0o770)
     with pytest.raises(LaunchError, match="not a directory of this user alone"):
-        store.prepare(own)
+        copy.prepare(own)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(LaunchError, match="not a directory of this user alone"):
-        store.prepare(tmp_path / "link")
+        copy.prepare(tmp_path / "link")
     with pytest.raises(LaunchError, match=r"cannot be made \(No such file"):
-        store.prepare(tmp_path / "none" / "store")
+        copy.prepare(tmp_path / "none" / "store")
     mounts = tmp_path / "mounts"
     mounts.write_text(f"disk / ext4 rw 0 0\nserver {tmp_path} nfs4 rw 0 0\n")
-    monkeypatch.setattr(store, "_MOUNTS", mounts)
+    monkeypatch.setattr(copy, "_MOUNTS", mounts)
     own.chmod(0o700)
     with pytest.raises(LaunchError, match="is on nfs4, which hosts share"):
-        store.prepare(own)
+        copy.prepare(own)
 
 
 def test_a_copy_counts_only_while_it_is_whole(own, tmp_path):
     place = stage(own, tmp_path)
-    assert store.has(place) and not store.has(own / "other")
+    assert copy.has(place) and not copy.has(own / "other")
     (place / "bin" / "tool").unlink()
-    assert not store.has(place) and not list(own.iterdir())
-    with pytest.raises(SystemExit), store.making(place, tmp_path) as part:
+    assert not copy.has(place) and not list(own.iterdir())
+    with pytest.raises(SystemExit), copy.making(place, tmp_path) as part:
         assert part.parent == own
         sys.exit(1)
     assert not list(own.iterdir())
 
 
 def test_the_copy_of_the_job_that_was_sooner_stays(own, tmp_path):
-    with store.making(own / "key", tmp_path) as part:
+    with copy.making(own / "key", tmp_path) as part:
         (part / "late").touch()
         stage(own, tmp_path)
-    assert store.has(own / "key") and (own / "key/bin/tool").exists() and len(list(own.iterdir())) == 1
+    assert copy.has(own / "key") and (own / "key/bin/tool").exists() and len(list(own.iterdir())) == 1
 
 
 def test_only_what_nobody_uses_is_removed(own, tmp_path, monkeypatch):
@@ -385,22 +369,16 @@ def test_only_what_nobody_uses_is_removed(own, tmp_path, monkeypatch):
     for name, text in {"self": "", "12": f"A=b\0PATH=/x:{own}/used/bin:/y\0"}.items():
         (processes / name).mkdir(parents=True)
         (processes / name / "environ").write_text(text)
-    monkeypatch.setattr(store, "_PROCESSES", processes)
+    monkeypatch.setattr(copy, "_PROCESSES", processes)
     for name in ("used", "unused", "recent", "made", "left"):
         stage(own, tmp_path, name)
         if name != "recent":
             os.utime(own / name, (time.time() - 3600,) * 2)
     descriptor = os.open(own / "made", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    store.clean(own)
+    copy.clean(own)
     os.close(descriptor)
     assert sorted(path.name for path in own.iterdir()) == ["made", "recent", "used"]
     (own / "used/bin/tool").unlink()
     with pytest.raises(LaunchError, match="a process uses it"):
-        store.has(own / "used")
-
-
-def test_what_does_not_fit_is_said_before_it_is_sent(own):
-    store.check_room(own, 4096, 1)
-    with pytest.raises(LaunchError, match=r"the environment takes .* has room for"):
-        store.check_room(own, 1 << 60, 1)
+        copy.has(own / "used")

@@ -13,7 +13,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Host, LaunchPlan, Setting, Staged
 from hvdkit.run.launch.options import Request
-from hvdkit.run.launch.stage import environment
+from hvdkit.run.launch.stage import copy
 
 _MOVED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _KEPT_BEHIND = "PATH"
@@ -32,17 +32,17 @@ def wanted(directory: Path | None) -> Staged:
     Raises:
         InvalidArgumentError: this Python is in no environment, or it cannot be read.
     """
-    prefix = environment.active()
+    prefix = copy.active()
     store = (directory or Path(tempfile.gettempdir())).absolute() / f"hvdkit-stage-{os.geteuid()}"
     try:
-        found = environment.entries(prefix)
-        left = (*environment.editable(), *(entry.path for entry in found if entry.leaves and entry.path[:4] != "bin/"))
+        found = copy.entries(prefix)
+        left = (*copy.editable(), *(entry.path for entry in found if entry.leaves and entry.path[:4] != "bin/"))
     except OSError as error:
         raise InvalidArgumentError(
             f"--stage cannot read the environment {prefix}: {error.strerror} ({error.filename}); repair it, or leave "
             "--stage out."
         ) from error
-    return Staged(prefix, store, environment.key(found, str(prefix)), left)
+    return Staged(prefix, store, copy.key(found, str(prefix)), left)
 
 
 def request(job: LaunchPlan, asked: Request, staged: Staged, *, mpi4py: bool) -> Request:

@@ -1,19 +1,19 @@
 """One host's part in staging: ``python -m mpi4py -m hvdkit.run.launch.stage.worker PREFIX STORE KEY HOSTS``.
 
-The first rank packs the environment, if any host lacks it. Each piece goes to those that do, from host to host in a
-chain, or in a binary tree where that is sooner, while the next one is read and the last one unpacked: three threads
-with a queue between them.
+The first rank packs the environment, if any host lacks it. Each piece goes from host to host in a chain, while the next
+one is read and the last one unpacked.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import DataError, HvdkitError
-from hvdkit.run.launch.stage import archive, environment, store
-from hvdkit.run.launch.stage.archive import PIECE, Pieces
+from hvdkit.run.launch.stage import copy
+from hvdkit.run.launch.stage.copy import PIECE, Entry
 
 _T = TypeVar("_T")
 _SHOWN = 3
@@ -30,7 +30,7 @@ _HEAD, _FAILED = struct.Struct("<q"), -1
 """Before each piece: how long it is, 0 at the end, or that there is no more."""
 _LAST = hashlib.sha256().digest_size
 _IN_FLIGHT = 8
-"""Pieces on their way to each of those that one sends to."""
+"""Pieces on their way to the next host."""
 
 
 def main(argv: list[str]) -> None:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     Args:
         argv: where the environment is, the directory to stage it in, its key, the number of hosts.
     """
-    prefix, directory, key, hosts = Path(argv[0]), Path(argv[1]), argv[2], int(argv[3])
+    prefix, store, key, hosts = Path(argv[0]), Path(argv[1]), argv[2], int(argv[3])
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -49,19 +49,18 @@ def main(argv: list[str]) -> None:
             f"{world.size}: mpi4py uses another MPI than the launcher; 'hvdkit doctor' says which."
         )
     began = time.monotonic()
-    place = directory / key
+    place = store / key
 
     def there() -> bool:
-        store.prepare(directory)
-        return store.has(place)
+        copy.prepare(store)
+        return copy.has(place)
 
     lacks = not together(world, there)
     lacking = sum(world.allgather(lacks))
     size = _copy(world, prefix, place, lacks=lacks) if lacking else 0
     if world.rank == 0:
         had = f"; {hosts - lacking} had it" if 0 < lacking < hosts else ""
-        seconds = time.monotonic() - began
-        done = f"staged {bytes_text(size)} to {lacking} of {hosts} hosts in {seconds:.1f} s{had}"
+        done = f"staged {bytes_text(size)} to {lacking} of {hosts} hosts in {time.monotonic() - began:.1f} s{had}"
         _say(f"{done if lacking else 'nothing to stage, every host has it'}: {place}")
 
 
@@ -69,131 +68,124 @@ def _copy(world: Any, prefix: Path, place: Path, *, lacks: bool) -> int:
     """Bring the environment to the hosts that lack it; its bytes."""
     is_root = world.rank == 0
 
-    def found() -> list[environment.Entry]:
-        entries = environment.entries(prefix) if is_root else []
-        if is_root and environment.key(entries, str(prefix)) != place.name:
+    def look() -> list[Entry]:
+        if lacks:
+            copy.clean(place.parent)
+        entries = copy.entries(prefix) if is_root else []
+        if is_root and copy.key(entries, str(prefix)) != place.name:
             raise DataError(f"{prefix} was changed since this job began; end what installs there, and start again.")
         return entries
 
-    entries = together(world, found)
+    entries = together(world, look)
     outer = world.bcast([tuple(entry) for entry in entries if entry.leaves])
-    size, files = world.bcast((store.need(entries), len(entries)))
-
-    def room() -> None:
-        if lacks:
-            store.clean(place.parent)
-            store.check_room(place.parent, size, files)
-
-    together(world, room)
     group = world.Split(0 if lacks or is_root else 1, world.rank)
     with ExitStack() as stack:
-        part = together(world, lambda: stack.enter_context(store.making(place, prefix)) if lacks else None)
+        part = together(world, lambda: stack.enter_context(copy.making(place, prefix)) if lacks else None)
 
         def through() -> None:
             if lacks or is_root:
-                _stream(group, part, (prefix, entries) if is_root else None, size)
+                _stream(group, part, packed(prefix, entries) if is_root else None)
             if part is not None:
-                archive.link_out((environment.Entry(*entry) for entry in outer), part)
+                copy.link_out((Entry(*entry) for entry in outer), part)
 
         together(world, through)
         together(world, stack.close)
-    return int(size)
+    return int(world.bcast(sum(entry.size for entry in entries)))
 
 
-def _stream(group: Any, part: Path | None, packed: tuple[Path, list[environment.Entry]] | None, size: int) -> None:
-    """Pack, send and unpack at the same time.
+def packed(prefix: Path, entries: Iterable[Entry]) -> Iterator[bytes]:
+    """The pieces of an environment; the next one is packed on a thread while one is sent.
+
+    Raises:
+        OSError, DataError: see ``copy.pack``.
+    """
+    reader, writer = os.pipe()
+
+    def pack() -> None:
+        with os.fdopen(writer, "wb") as stream:
+            copy.pack(prefix, entries, stream)
+
+    with ThreadPoolExecutor(1) as pool, os.fdopen(reader, "rb") as stream:
+        packing = pool.submit(pack)
+        yield from iter(lambda: stream.read(PIECE), b"")
+        packing.result()
+
+
+def _stream(group: Any, part: Path | None, pieces: Iterator[bytes] | None) -> None:
+    """Send and receive pieces, and unpack them on a thread.
 
     Args:
         group: the hosts that take part.
         part: the directory to unpack in, None on a host that has the environment.
-        packed: what to pack, on the first rank.
-        size: of the environment, bytes.
+        pieces: what to send, on the first rank.
     """
-    fan_out = 1 if size > group.size * PIECE else 2  # in a chain the last waits for one piece a host, else all for two
-    with ThreadPoolExecutor(2) as pool:
-        source = None if packed is None else Pieces()
-        if packed is not None and source is not None:
-            pool.submit(_pack, *packed, source)
-        sink = None if part is None else Pieces()
-        unpacked = None if part is None or sink is None else pool.submit(_unpack, sink, part)
-        whole = spread(group, source, sink, fan_out)
-        if unpacked is not None and whole:
-            unpacked.result()
+    if part is None:
+        spread(group, pieces, lambda _: None)
+        return
+    reader, writer = os.pipe()
+
+    def unpack() -> None:
+        with os.fdopen(reader, "rb") as stream:
+            try:
+                copy.unpack(stream, part)
+            finally:
+                while stream.read(PIECE):  # who writes would wait forever
+                    pass
+
+    with ThreadPoolExecutor(1) as pool:
+        unpacking = pool.submit(unpack)
+        with os.fdopen(writer, "wb") as stream:
+            whole = spread(group, pieces, stream.write)
+        if whole:
+            unpacking.result()
 
 
-def _pack(prefix: Path, entries: list[environment.Entry], source: Pieces) -> None:
-    try:
-        archive.pack(prefix, entries, source)
-    except Exception as error:  # raised where the stream is read
-        source.finish(error)
-    else:
-        source.finish()
-
-
-def _unpack(sink: Pieces, part: Path) -> None:
-    try:
-        archive.unpack(sink, part)
-    finally:
-        sink.drain()  # who writes would wait forever
-
-
-def spread(group: Any, source: Pieces | None, sink: Pieces | None, fan_out: int) -> bool:
-    """Send a stream from the first rank of a group to all others, each of which sends pieces on as they come.
+def spread(group: Any, pieces: Iterator[bytes] | None, keep: Callable[[bytes], object]) -> bool:
+    """Send pieces from the first rank of a group along a chain of all others.
 
     ``MPI_Bcast`` of one piece after the other would do, and takes up to three times as long over four hosts.
 
     Args:
         group: a communicator of mpi4py.
-        source: what to read, on the first rank.
-        sink: what to write to, None where nothing is to be kept.
-        fan_out: to how many ranks each sends, > 0.
+        pieces: what to send, on the first rank.
+        keep: takes each piece.
     Returns:
         Whether all of it came; otherwise the first rank raises why.
     Raises:
         DataError: what was received is not what was sent.
-        HvdkitError, OSError: of the source, on the first rank.
+        HvdkitError, OSError: of the pieces, on the first rank.
     """
-    first = group.rank * fan_out + 1
-    children = range(first, min(first + fan_out, group.size))
     buffer, digest = bytearray(_HEAD.size + PIECE), hashlib.sha256()
     wrong: Exception | None = None
     sending: deque[Any] = deque()
-    while True:
-        if source is not None:
-            message, wrong = _next_message(source, digest)
-        else:
-            group.Recv(buffer, source=(group.rank - 1) // fan_out)
+    length = 1
+    while length > 0:
+        if pieces is None:
+            group.Recv(buffer, source=group.rank - 1)
             (length,) = _HEAD.unpack_from(buffer)
             message = bytes(buffer[: _HEAD.size + (length if length > 0 else _LAST)])
-        sending.extend(group.Isend(message, dest=child) for child in children)
-        while len(sending) > _IN_FLIGHT * fan_out:
+        else:
+            piece = b""
+            try:
+                piece = next(pieces, b"")
+            except (HvdkitError, OSError) as error:
+                wrong = error
+            digest.update(piece)
+            length = len(piece) if wrong is None else _FAILED
+            message = _HEAD.pack(length) + (piece or digest.digest())
+        if group.rank + 1 < group.size:
+            sending.append(group.Isend(message, dest=group.rank + 1))
+        while len(sending) > (_IN_FLIGHT if length > 0 else 0):
             sending.popleft().Wait()
-        (length,) = _HEAD.unpack_from(message)
-        if length <= 0:
-            break
-        if source is None:
-            digest.update(message[_HEAD.size :])
-        if sink is not None:
-            sink.write(message[_HEAD.size :])
-    while sending:
-        sending.popleft().Wait()
-    if sink is not None:
-        sink.finish()
+        if length > 0:
+            keep(message[_HEAD.size :])
+            if pieces is None:
+                digest.update(message[_HEAD.size :])
     if wrong is not None:
         raise wrong
     if length == 0 and message[_HEAD.size :] != digest.digest():
         raise DataError("the archive that arrived is not the one that was sent; start again.")
     return bool(length == 0)
-
-
-def _next_message(source: Pieces, digest: Any) -> tuple[bytes, Exception | None]:
-    """A message with the next piece, the digest of all behind the last one, or that there is an error; and that."""
-    try:
-        piece = source.read()
-    except (HvdkitError, OSError) as error:
-        return _HEAD.pack(_FAILED) + bytes(_LAST), error
-    digest.update(piece)
-    return _HEAD.pack(len(piece)) + (piece or digest.digest()), None
 
 
 def together(world: Any, step: Callable[[], _T]) -> _T:
@@ -211,7 +203,7 @@ def together(world: Any, step: Callable[[], _T]) -> _T:
         wrong = str(error)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        wrong = f"{error.strerror or error}{where}; give a local directory that can be written with --stage-dir."
+        wrong = f"{error.strerror or error}{where}; give a larger local directory that can be written with --stage-dir."
     told = [text for text in world.allgather(wrong and f"host {platform.node()}: {wrong}") if text]
     if not told:
         return result[0]

@@ -483,6 +483,7 @@ class _Job:
         if self._shown.unread:
             return _BROKEN_PIPE_STATUS
         status = self._launcher.returncode
+        as_shell = status if status >= 0 else 128 - status
         ends = [] if self._plan.elastic else self._ends
         failure = first_failure(ends) or (first_failure(self._lost) if status == 0 else None)
         early = left_early(ends)
@@ -493,7 +494,8 @@ class _Job:
         if (status or failure or lost_daemon) and (lost := self._reach.lost()):
             self._shown.launcher_at_end()
             self._shown.say(lost)
-            return (failure.exit_status if failure else status if status > 0 else 128 - status) or 1
+            own = first_failure(ends)  # the launcher may have killed what was beside the others
+            return (own.exit_status if own else as_shell) or 1
         if early is not None:
             waits = next((peer.rank for peer in self._ranks if peer.in_init), None)
             missed = "before the others were done"
@@ -512,12 +514,12 @@ class _Job:
         self._shown.launcher_at_end()
         if not self._ranks and (unreached := self._reach.unreached(self._said)):
             self._shown.say(unreached)
-            return status if status > 0 else 128 - status
+            return as_shell
         when = ("" if self._ranks else " before any rank started") + why_no_rank_starts(self._plan.n)
         how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
         how = how if status else "lost contact with a host"
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
-        return (status if status >= 0 else 128 - status) or 1
+        return as_shell or 1
 
     def _worker_of(self, failure: RankEnd) -> str:
         """What to add to the end of a rank that had lost a process of its own."""

@@ -506,31 +506,40 @@ def test_a_site_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("", "'system' is missing"),
-        ('system = "condor"', "'system' must be one of pbs"),
-        ("system = 3", "'system' must be one of pbs"),
-        ('system = "pbs"\ncolour = 1', "'colour' is not one of"),
-        ('system = "pbs"\nsetup = "module load x"', "'setup' must be a list of single lines, got 'module load x'"),
-        ('system = "pbs"\nsetup = [1]', "'setup' must be a list"),
-        ('system = "pbs"\ndirectives = ["a\\nb"]', "'directives' must be a list of single lines"),
-        ('system = "pbs"\ndepth = 0', "'depth' must be a number above 0"),
-        ('system = "pbs"\ndepth = true', "'depth' must be a number above 0"),
-        ('system = "pbs"\nlauncher = "rocket"', "'launcher' must be one of auto"),
-        ('system = "pbs"\naccount_required = "yes"', "'account_required' must be true or false"),
-        ('system = "pbs"\nqueue = "a\\nb"', "'queue' must be a single line"),
-        ('system = "pbs"\nqueues = 3', "'queues' must be a list of tables"),
-        ('system = "pbs"\nqueues = [3]', "'queues' must be a list of tables"),
-        ('system = "pbs"\nqueues = [{}]', "'queues', number 1: key 'name' is missing; give the name of the queue"),
+        ("", "missing required field `system`"),
+        ('system = "condor"', "`str` that is one of pbs, slurm, lsf, cobalt - at `$.system`"),
+        ("system = 3", "Expected `str`, got `int` - at `$.system`"),
+        ('system = "pbs"\ncolour = 1', "unknown field `colour`"),
+        ('system = "pbs"\nsetup = "module load x"', "Expected `array`, got `str` - at `$.setup`"),
+        ('system = "pbs"\nsetup = [1]', "Expected `str`, got `int` - at `$.setup[0]`"),
+        ('system = "pbs"\ndirectives = ["a\\nb"]', "`str` that is a single line - at `$.directives[0]`"),
+        ('system = "pbs"\ndepth = 0', "Expected `int` >= 1 - at `$.depth`"),
+        ('system = "pbs"\ndepth = true', "got `bool` - at `$.depth`"),
+        (
+            'system = "pbs"\nlauncher = "rocket"',
+            "that is one of auto, mpirun, horovodrun, mpiexec, aprun, srun, jsrun - at",
+        ),
+        ('system = "pbs"\naccount_required = "yes"', "Expected `bool`, got `str` - at `$.account_required`"),
+        ('system = "pbs"\nqueue = "a\\nb"', "a single line - at `$.queue`"),
+        ('system = "pbs"\nqueues = 3', "Expected `array`, got `int` - at `$.queues`"),
+        ('system = "pbs"\nqueues = [3]', "Expected `object`, got `int` - at `$.queues[0]`"),
+        ('system = "pbs"\nqueues = [{}]', "missing required field `name` - at `$.queues[0]`"),
         (
             'system = "pbs"\nqueues = [{name = "a"}, {name = "b", hosts = 3}]',
-            "number 2: key 'hosts' is not one of",
+            "unknown field `hosts` - at `$.queues[1]`",
         ),
-        ('system = "pbs"\nqueues = [{name = "a", max_nodes = 0}]', "'max_nodes' must be a number above 0"),
-        ('system = "pbs"\nqueues = [{name = "a", max_walltime = "1h"}]', "'max_walltime' must be HH:MM:SS"),
-        ('system = "pbs"\nqueues = [{name = "a", by_name = 1}]', "'by_name' must be true or false"),
-        ('system = "pbs"\nname = "x"', "'name' is not one of"),
-        ('system = ["pbs"]', "'system' must be one of pbs"),
-        ('system = "pbs"\nshell = "/bin/bash"', "'shell' must be a line that begins with #!"),
+        ('system = "pbs"\nqueues = [{name = "a", max_nodes = 0}]', "`int` >= 1 - at `$.queues[0].max_nodes`"),
+        ('system = "pbs"\nqueues = [{name = "a", max_walltime = "1h"}]', "as HH:MM:SS - at `$.queues[0].max_walltime`"),
+        (
+            'system = "pbs"\nqueues = [{name = "a", by_name = 1}]',
+            "got `int` - at `$.queues[0].by_name`",
+        ),
+        ('system = "pbs"\nname = "x"', "`name` is that of the file"),
+        ('system = ["pbs"]', "got `array` - at `$.system`"),
+        (
+            'system = "pbs"\nshell = "/bin/bash"',
+            "that begins with #! and ends in bash, such as '#!/bin/bash -l' - at",
+        ),
         ("system = ", "cannot be read"),
     ],
 )
@@ -547,7 +556,7 @@ def test_the_site_file_that_the_docs_show_can_be_read_and_shows_every_key(tmp_pa
     (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/job.md").read_text(), re.DOTALL)
     (tmp_path / "shown.toml").write_text(shown)
     found = site.find(None, str(tmp_path / "shown.toml"))
-    keys = {*Site.__dataclass_fields__, *Queue.__dataclass_fields__} - {"name"}
+    keys = {*Site.__struct_fields__, *Queue.__struct_fields__} - {"name"}
     assert [key for key in sorted(keys) if not re.search(rf"\b{key} = ", shown)] == []
     assert [queue.name for queue in found.queues] == ["short", "big", "spot"]
 

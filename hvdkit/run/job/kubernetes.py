@@ -20,6 +20,7 @@ from hvdkit.run.job import script
 from hvdkit.run.job.model import BatchJob
 from hvdkit.run.job.systems import seconds
 from hvdkit.run.launch import horovodrun
+from hvdkit.run.launch.options import as_words
 
 NAME = "kubernetes"
 SUBMIT = "kubectl create -f"
@@ -98,12 +99,11 @@ def _mpi_job(
 ) -> dict[str, Any]:
     """The MPIJob as a mapping, for YAML. ``claims``: directory to volume claim; ``growing``: of an elastic job."""
     ppn = job.ranks_per_node
-    launch = ["hvdkit", "launch", "-n", str(job.nodes * ppn), "--ppn", str(ppn)]
     # Not --depth: pods on one host see the same cores, and would tie their ranks to the same ones.
-    launch += [] if job.depth is None else ["--threads", str(job.depth)]
+    options: dict[str, Any] = {"n": job.nodes * ppn, "ppn": ppn, "threads": job.depth}
     if growing is not None:
-        launch += ["--min-np", str(growing.min_np), "--max-np", str(growing.max_np)]
-        launch += ["--host-discovery-script", str(growing.script)]
+        options |= {"min_np": growing.min_np, "max_np": growing.max_np, "host_discovery_script": growing.script}
+    launch = ["hvdkit", "launch", *as_words(options)]
     limits: dict[str, Any] = {} if job.depth is None else {"cpu": ppn * job.depth}
     limits |= {} if job.gpus_per_node is None else {"nvidia.com/gpu": job.gpus_per_node}
     volumes = [

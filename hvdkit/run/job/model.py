@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from msgspec import Meta
+
+from hvdkit.common.json_files import Part, Positive
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch.options import LAUNCHERS
+
+SINGLE_LINE, SHELL, WALLTIME = r"\A[^\r\n]*\Z", r"\A#![^\r\n]*bash[^\r\n]*\Z", r"\A[0-9]{1,3}(:[0-5][0-9]){2}\Z"
+SYSTEM_NAMES = ("pbs", "slurm", "lsf", "cobalt")
+SYSTEM, LAUNCHER = (rf"\A({'|'.join(names)})\Z" for names in (SYSTEM_NAMES, ("auto", *LAUNCHERS)))
+FORMS = {
+    SINGLE_LINE: "that is a single line",
+    SHELL: "that begins with #! and ends in bash, such as '#!/bin/bash -l'",
+    WALLTIME: "as HH:MM:SS",
+    SYSTEM: f"that is one of {', '.join(SYSTEM_NAMES)}",
+    LAUNCHER: f"that is one of auto, {', '.join(LAUNCHERS)}",
+}
+"""What text in a site file must look like, in words."""
+Line = Annotated[str, Meta(pattern=SINGLE_LINE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +87,7 @@ class BatchJob:
         return self.walltime
 
 
-@dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(Part, frozen=True):
     """What a site gives in one queue; a queue whose limits depend on the number of hosts has several.
 
     Attributes:
@@ -83,23 +100,22 @@ class Queue:
         by_name: never chosen unless the user names it: by request only, jobs there may be ended, or slow to start.
     """
 
-    name: str
-    min_nodes: int = 1
-    max_nodes: int | None = None
-    max_walltime: str = ""
-    partition: str | None = None
-    qos: str = ""
-    directives: tuple[str, ...] = ()
+    name: Line
+    min_nodes: Positive = 1
+    max_nodes: Positive | None = None
+    max_walltime: Annotated[str, Meta(pattern=WALLTIME)] = ""
+    partition: Line | None = None
+    qos: Line = ""
+    directives: tuple[Line, ...] = ()
     by_name: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(Part, frozen=True):
     """What a site wants said; one TOML file each, with keys of the same names.
 
     Attributes:
+        system: a name of ``SYSTEM_NAMES``.
         name: of its file.
-        system: a name of ``systems.SYSTEMS``.
         source: where the numbers come from and when that was read.
         retired: when and how the machine ended, "" for one that runs.
         launcher: for ``hvdkit launch --launcher``.
@@ -119,22 +135,22 @@ class Site:
         account_required: no job without an account.
     """
 
-    name: str
-    system: str
-    source: tuple[str, ...] = ()
-    retired: str = ""
-    launcher: str = "auto"
-    shell: str = "#!/bin/bash"
-    directives: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    queue: str = ""
+    system: Annotated[str, Meta(pattern=SYSTEM)]
+    name: str = ""
+    source: tuple[Line, ...] = ()
+    retired: Line = ""
+    launcher: Annotated[str, Meta(pattern=LAUNCHER)] = "auto"
+    shell: Annotated[str, Meta(pattern=SHELL)] = "#!/bin/bash"
+    directives: tuple[Line, ...] = ()
+    setup: tuple[Line, ...] = ()
+    queue: Line = ""
     queues: tuple[Queue, ...] = ()
-    constraint: str = ""
-    depth: int | None = None
-    cpus_per_node: int | None = None
-    sockets_per_node: int | None = None
-    gpus_per_node: int | None = None
-    cpu_bind: str = ""
-    select: str = ""
+    constraint: Line = ""
+    depth: Positive | None = None
+    cpus_per_node: Positive | None = None
+    sockets_per_node: Positive | None = None
+    gpus_per_node: Positive | None = None
+    cpu_bind: Line = ""
+    select: Line = ""
     whole_nodes: bool = False
     account_required: bool = False

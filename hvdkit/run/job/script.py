@@ -10,6 +10,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job.model import BatchJob, Site
 from hvdkit.run.job.site import settle
 from hvdkit.run.job.systems import SYSTEMS, WALLTIME, seconds
+from hvdkit.run.launch.options import as_words, who_says
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]{0,127}")
@@ -117,18 +118,13 @@ def write(job: BatchJob, site: Site, bin_directory: str) -> str:
 
 def _launch_lines(job: BatchJob, site: Site, cpu_bind: str) -> list[str]:
     ppn = job.ranks_per_node
-    # The shell would otherwise keep a batch system's signals to itself.
-    words = ["exec", "hvdkit", "launch", "-n", str(job.nodes * ppn), "--ppn", str(ppn)]
-    if job.depth is not None:
-        words += ["--depth", str(job.depth)]
-    if cpu_bind:
-        words += ["--cpu-bind", cpu_bind]
-    if site.launcher != "auto":
-        words += ["--launcher", site.launcher]
-    if job.gpus_per_node and site.launcher in ("srun", "jsrun"):
-        words += ["--gpus-per-node", str(job.gpus_per_node)]
-    if job.stage:
-        words.append("--stage")
+    hands_out = site.launcher in who_says("gpus_per_node")
+    options = {
+        **{"n": job.nodes * ppn, "ppn": ppn, "depth": job.depth, "cpu_bind": cpu_bind or None},
+        **{"launcher": site.launcher, "gpus_per_node": job.gpus_per_node or None if hands_out else None},
+    }
+    # Without exec the shell would keep a batch system's signals to itself.
+    words = ["exec", "hvdkit", "launch", *as_words(options), *(["--stage"] if job.stage else [])]
     line = shlex.join([*words, "--", *job.command])
     return _as_typed(job.command, line)
 

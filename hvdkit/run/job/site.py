@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from hvdkit.common.files import is_file, text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job.model import BatchJob, Queue, Site
-from hvdkit.run.job.systems import SYSTEMS, WALLTIME, seconds
-from hvdkit.run.launch.options import LAUNCHERS
+from hvdkit.run.job.model import FORMS, BatchJob, Queue, Site
+from hvdkit.run.job.systems import SYSTEMS, seconds
 
 SITES = Path(__file__).parent / "sites"
 """The files that come with hvdkit."""
@@ -65,61 +64,15 @@ def read(file: Path) -> Site:
         nested = isinstance(error, RecursionError)
         reason = "it is nested too deeply" if nested else getattr(error, "strerror", None) or str(error)
         raise InvalidArgumentError(f"Site file {file} cannot be read: {reason}.") from error
-    return Site(name=file.stem, **_checked(values, f"Site file {file}: key ", Site))
-
-
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "a list of single lines": ("directives setup source", lambda value: _is_list(value) and all(map(_is_line, value))),
-    "true or false": ("whole_nodes account_required by_name", lambda value: isinstance(value, bool)),
-    "a number above 0": (
-        "depth cpus_per_node sockets_per_node gpus_per_node min_nodes max_nodes",
-        lambda value: type(value) is int and value > 0,
-    ),
-    f"one of {', '.join(SYSTEMS)}": ("system", lambda value: value in list(SYSTEMS)),
-    f"one of auto, {', '.join(LAUNCHERS)}": ("launcher", lambda value: value in ["auto", *LAUNCHERS]),
-    "a line that begins with #! and ends in bash, such as '#!/bin/bash -l'": (
-        "shell",
-        lambda value: _is_line(value) and value.startswith("#!") and "bash" in value,
-    ),
-    "HH:MM:SS": ("max_walltime", lambda value: _is_line(value) and WALLTIME.fullmatch(value) is not None),
-    "a list of tables": ("queues", lambda value: _is_list(value) and all(isinstance(one, dict) for one in value)),
-    "a single line": (
-        "queue constraint cpu_bind select retired name partition qos",
-        lambda value: _is_line(value),
-    ),
-}
-"""What the keys of a site file may hold, in words and as a test."""
-
-
-def _checked(values: Mapping[str, Any], where: str, kind: type[Site] | type[Queue]) -> dict[str, Any]:
-    known = {field.name: field for field in fields(kind) if kind is Queue or field.name != "name"}
-    for key in values:
-        if key not in known:
-            raise InvalidArgumentError(f"{where}{key!r} is not one of {', '.join(known)}.")
-    for key, field in known.items():
-        if field.default is MISSING and key not in values:
-            given = f"one of {', '.join(SYSTEMS)}" if key == "system" else "the name of the queue"
-            raise InvalidArgumentError(f"{where}{key!r} is missing; give {given}.")
-    return {key: _value(key, value, where) for key, value in values.items()}
-
-
-def _value(key: str, value: Any, where: str) -> Any:
-    ((expected, right),) = ((said, test) for said, (keys, test) in _KINDS.items() if key in keys.split())
-    if not right(value):
-        raise InvalidArgumentError(f"{where}{key!r} must be {expected}, got {value!r}.")
-    if key == "queues":
-        return tuple(
-            Queue(**_checked(one, f"{where}{key!r}, number {n}: key ", Queue)) for n, one in enumerate(value, 1)
-        )
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _is_line(value: Any) -> bool:
-    return isinstance(value, str) and "\n" not in value and "\r" not in value
+    try:
+        if "name" in values:
+            raise msgspec.ValidationError("`name` is that of the file")
+        return msgspec.structs.replace(msgspec.convert(values, Site), name=file.stem)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        for pattern, words in FORMS.items():
+            said = said.replace(f"matching regex {pattern!r}", words)
+        raise InvalidArgumentError(f"Site file {file}: {said}.") from error
 
 
 def settle(job: BatchJob, site: Site) -> BatchJob:

@@ -280,7 +280,8 @@ class _Job:
         if peer.rank is None:
             return
         self._shown.errors(peer, peer.errors.close())
-        peer.end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid, peer.host, killed, limit)
+        end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid, peer.host)
+        peer.end = replace(end, out_of_memory=killed, limit=limit)
         self._ends.append(peer.end)
         if status == 0 or self._plan.elastic:
             self._shown.show(peer.rank, STDERR, peer.errors.release())

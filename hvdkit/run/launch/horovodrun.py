@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
@@ -33,6 +34,7 @@ COOLDOWN_S = (2, 10)
 SCRIPT_S = 15.0
 """Seconds that a host discovery script may take; horovodrun asks it again every second."""
 _ANSWER_BYTES = 1 << 20
+_LOOK_S = 0.02
 _HOST = re.compile(r"([A-Za-z0-9_.\-]+)(?::([1-9][0-9]*))?")
 
 
@@ -125,48 +127,41 @@ def answer_of(script: Path, environ: Mapping[str, str]) -> str:
     Raises:
         InvalidArgumentError: it cannot be run, fails, takes longer than ``SCRIPT_S`` or prints more than a megabyte.
     """
-    try:
-        process = subprocess.Popen(
-            [str(script)],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise _cannot_be_run(script, error.strerror or str(error)) from error
-    printed, deadline = {1: bytearray(), 2: bytearray()}, time.monotonic() + SCRIPT_S
-    with process, selectors.DefaultSelector() as selector:
-        for number, stream in ((1, process.stdout), (2, process.stderr)):
-            if stream is not None:  # both are pipes
-                selector.register(stream.fileno(), selectors.EVENT_READ, number)
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": said}
         try:
-            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    data = os.read(key.fd, _ANSWER_BYTES)
-                    printed[key.data] += data
-                    if not data:
-                        selector.unregister(key.fd)
-                if max(map(len, printed.values())) > _ANSWER_BYTES:
-                    raise InvalidArgumentError(
-                        f"the host discovery script {script} printed more than {bytes_text(_ANSWER_BYTES)} and was "
-                        "ended; let it print one HOST:SLOTS a line, and end."
-                    )
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.0))
-            if selector.get_map() or process.returncode is None:
-                raise InvalidArgumentError(
-                    f"the host discovery script {script} did not end within {SCRIPT_S:g} s and was ended; let it print "
-                    "the hosts that it knows of, and limit what it calls: timeout 5 COMMAND."
-                )
+            process = subprocess.Popen([str(script)], env=dict(environ), start_new_session=True, **streams)
+        except OSError as error:
+            raise _cannot_be_run(script, error.strerror or str(error)) from error
+        deadline = time.monotonic() + SCRIPT_S
+        try:
+            while process.poll() is None and time.monotonic() < deadline and not _is_large(printed, said):
+                time.sleep(_LOOK_S)
+            ended = process.poll() is not None
         finally:
             with contextlib.suppress(ProcessLookupError):  # what it left behind, too
                 os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        said = printed[2].decode(errors="replace").strip().splitlines()
-        raise _cannot_be_run(script, ": ".join([f"status {process.returncode}", *said[-1:]]))
-    return printed[1].decode(errors="replace")
+            status = process.wait()
+        if _is_large(printed, said):
+            raise InvalidArgumentError(
+                f"the host discovery script {script} printed more than {bytes_text(_ANSWER_BYTES)} and was ended; let "
+                "it print one HOST:SLOTS a line, and end."
+            )
+        if not ended:
+            raise InvalidArgumentError(
+                f"the host discovery script {script} did not end within {SCRIPT_S:g} s and was ended; let it print "
+                "the hosts that it knows of, and limit what it calls: timeout 5 COMMAND."
+            )
+        answer, reasons = (
+            os.pread(file.fileno(), _ANSWER_BYTES, 0).decode(errors="replace") for file in (printed, said)
+        )
+    if status:
+        raise _cannot_be_run(script, ": ".join([f"status {status}", *reasons.strip().splitlines()[-1:]]))
+    return answer
+
+
+def _is_large(*files: IO[bytes]) -> bool:
+    return any(os.fstat(file.fileno()).st_size > _ANSWER_BYTES for file in files)
 
 
 def _cannot_be_run(script: Path, reason: str) -> InvalidArgumentError:

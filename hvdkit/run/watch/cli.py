@@ -51,9 +51,7 @@ def watch(directory: Path, once: bool, want_json: bool, html: Path | None, inter
     reader = Reader(directory)
     seen, windows = _look(reader)
     if html is not None:
-        from hvdkit.run.watch.page import write_page
-
-        write_page(seen, windows, html)
+        view.write_page(seen, windows, html)
         click.echo(f"hvdkit watch: written to {html}", err=True)
     if want_json:
         click.echo(json_files.encode(seen), nl=False)

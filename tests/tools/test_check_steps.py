@@ -7,7 +7,7 @@ import pytest
 
 from hvdkit.prepare.check.report import Checked, check_script
 from hvdkit.prepare.check.source import Script, read_script
-from hvdkit.prepare.check.verdict import Verdict
+from hvdkit.prepare.check.steps import Verdict
 
 CORRECT = Path(__file__).parents[1] / "data" / "check" / "correct"
 

@@ -6,7 +6,7 @@ import ast
 import re
 from functools import lru_cache
 
-from hvdkit.prepare.check.program import FunctionNode
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def arguments(call: ast.Call) -> list[ast.expr]:
@@ -67,16 +67,6 @@ def entries(node: ast.AST, *keys: object) -> list[ast.expr]:
     """The values under constant keys in ``{"key": value}``."""
     pairs = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
     return [value for key, value in pairs if isinstance(key, ast.Constant) and key.value in keys]
-
-
-def element(whole: ast.AST, index: tuple[int, ...]) -> ast.AST:
-    """The element of a tuple of tuples; the whole where the text does not show its elements."""
-    for position in index:
-        inside = whole.elts if isinstance(whole, (ast.Tuple, ast.List)) else []
-        if position >= len(inside) or any(isinstance(one, ast.Starred) for one in inside):
-            return whole
-        whole = inside[position]
-    return whole
 
 
 def default_of(function: FunctionNode, parameter: ast.arg) -> ast.expr | None:

@@ -1,4 +1,4 @@
-"""Rules about calls: left out, in the wrong order, by the wrong number, on the wrong ranks."""
+"""The rules' functions: a script in, the places that break a rule for certain out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from hvdkit.prepare.check import step_gradients, step_start
-from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, word
-from hvdkit.prepare.check.libraries import NUMBERS, RANKS, SAMPLERS, TOGETHER, Role, role
-from hvdkit.prepare.check.program import everything
+from hvdkit.prepare.check import steps
+from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, makes_object, method, receiver, word
+from hvdkit.prepare.check.case import SHARDED, Update
+from hvdkit.prepare.check.flow import everything
+from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, RANKS, SAMPLERS, TOGETHER, Role, role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Condition, Event
 
@@ -19,10 +20,7 @@ _FETCHES = (
     "keras.utils.get_file",
 )  # fmt: skip
 _FETCHERS = re.compile(r"(wget|curl)\b")
-_NEED_INIT = (Role.DISTRIBUTE, Role.PIN, Role.SCALE, Role.SHARD, Role.CHECKPOINTS)
-_REDUCE_TO_LOCAL = (ast.Mod, ast.Sub, ast.FloorDiv)
 _DATA_SETS = ("torchvision.", "torchaudio.", "torchtext.", "torch_geometric.", "medmnist.")
-
 _TAKE_NUMBERS = {
     "int", "float", "str", "range", "print", "len", "abs", "max", "min", "set_device", "shard", "format", "device",
     "take", "DistributedSampler", "set_visible_devices", "array_split", "info", "cuda", "islice", "round",
@@ -30,12 +28,22 @@ _TAKE_NUMBERS = {
 _NUMBER_ARGUMENTS = {
     "rank", "num_replicas", "world_size", "num_shards", "index", "root_rank", "device_ids", "steps_per_epoch",
 }  # fmt: skip
-ROOT = "root"
-OTHERS = "others"
-ONE = "one"
-_CALLBACKS = (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.CHECKPOINT_CALLBACK)
 _GROUPS = {"process_set", "group", "process_group"}
+_ROOT = "root"
+_OTHERS = "others"
+_ONE = "one"
 _DEEPEST = 9
+_IN_STEP = "horovod.torch."
+"""Whose optimizer averages gradients in ``step``, and not before."""
+_CLIPS = re.compile(r"(torch|timm)\..*clip_grad")
+_ARITHMETIC = re.compile(r"builtins\.(int|min|max|round)|math\.(ceil|floor)|numpy\.ceil")
+_SHOWS = {
+    "info", "debug", "warning", "log", "add_scalar", "add_scalars", "log_metric", "log_metrics", "echo", "write",
+    "print",
+}  # fmt: skip
+_METRIC = re.compile(
+    r"acc|loss|err|score|metric|f1|prec|recall|correct|mse|mae|top\d|auc|ppl|perplex|hits", re.IGNORECASE
+)
 
 
 # Functions for numbers ------------------------------------------------------------------------------------------------
@@ -51,20 +59,16 @@ def uncalled(case: JudgedCase) -> Iterator[ast.expr]:
         for node in case.nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not case.name(node)
     }
-    for node in case.nodes:
-        is_read = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        if is_read and _is_number(case, node):
-            yield from _named_by(case, node, functions, methods)
-
-
-def _named_by(case: JudgedCase, node: ast.AST, functions: set[ast.AST], methods: set[str]) -> Iterator[ast.expr]:
-    """The functions that a value may be, followed through names, arguments, dictionaries and returns."""
 
     def behind(one: ast.AST) -> list[ast.AST]:
+        """Followed through names, arguments, dictionaries and returns."""
         is_end = one in functions or (isinstance(one, ast.Attribute) and one.attr in methods)
         return [] if is_end else case.behind(one)
 
-    yield from (one for one in everything(node, behind) if one in functions and isinstance(one, ast.expr))
+    for node in case.nodes:
+        is_read = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+        if is_read and _is_number(case, node):
+            yield from (one for one in everything(node, behind) if one in functions and isinstance(one, ast.expr))
 
 
 def _is_function(case: JudgedCase, node: ast.AST) -> bool:
@@ -111,16 +115,17 @@ def called_values(case: JudgedCase) -> Iterator[Event]:
             yield event
 
 
-# Single calls ---------------------------------------------------------------------------------------------------------
+# The start, GPUs, parts of the data -----------------------------------------------------------------------------------
 
 
 def before_init(case: JudgedCase) -> Iterator[Event]:
     """The first call that needs the library, where it comes before init."""
-    starts = step_start.starts(case)
+    starts = steps.starts(case)
     if not starts or not starts[0].reached or "torch.distributed.rpc" in case.others:
         return
     root = case.name(starts[0].node).split(".")[0]
-    for event in case.having(*NUMBERS, *TOGETHER, *_NEED_INIT):
+    need = (*NUMBERS, *TOGETHER, Role.DISTRIBUTE, Role.PIN, Role.SCALE, Role.SHARD, Role.CHECKPOINTS)
+    for event in case.having(*need):
         if event.order > starts[0].order or not event.reached:
             return
         asked = any(re.search("is_initialized|is_available", ast.unparse(guard.test)) for guard in event.guards)
@@ -131,22 +136,15 @@ def before_init(case: JudgedCase) -> Iterator[Event]:
 
 def pinned_by_global_rank(case: JudgedCase) -> Iterator[ast.expr]:
     """The first line that takes the rank in the job for the number of a GPU."""
-    for chosen in sorted(step_start.device_choices(case), key=lambda one: one.lineno):
+    for chosen in sorted(steps.device_choices(case), key=lambda one: one.lineno):
         reached = case.reach(chosen)
-        sums = [one for one in reached if isinstance(one, ast.BinOp) and isinstance(one.op, _REDUCE_TO_LOCAL)]
+        to_local = (ast.Mod, ast.Sub, ast.FloorDiv)
+        sums = [one for one in reached if isinstance(one, ast.BinOp) and isinstance(one.op, to_local)]
         reckoned = any(not isinstance(one.left, (ast.Constant, ast.JoinedStr)) for one in sums)  # "cuda:%d" % rank
         named_local = any("local" in word(one) for one in reached)
         if case.kinds(chosen) == {Role.RANK} and not reckoned and not named_local:
             yield chosen
             return
-
-
-def not_distributed(case: JudgedCase) -> Iterator[Event | int]:
-    """Where gradients stay on their rank."""
-    yield from case.verdicts[3].blamed
-    yield from step_gradients.undistributed(case)
-    if case.library == "ddp":
-        yield from step_gradients.unwrapped_models(case)
 
 
 def wrong_shards(case: JudgedCase) -> Iterator[Event]:
@@ -172,6 +170,49 @@ def sampler_without_ranks(case: JudgedCase) -> Iterator[ast.expr]:
         told = argument(call, "num_replicas", 1) is not None and argument(call, "rank", 2) is not None
         if case.name(call) in SAMPLERS and not told and not has_stars(call):
             yield call.func
+
+
+def stale_samplers(case: JudgedCase) -> Iterator[ast.Call]:
+    """Samplers of a training over several epochs that are never told which epoch it is."""
+    told = [case.made_by(SAMPLERS, receiver(event.node)) for event in case.methods("set_epoch")]
+    handed_on = {made for event in case.events if case.is_opaque(event.node)
+                 for made in case.calls(*arguments(event.node))}  # fmt: skip
+    for loop, events in case.training_loops.items() if all(told) else ():
+        epochs = any(event.reached and case.epochs_around(event, loop) for event in events)
+        for loader in case.sources(loop) if epochs else []:
+            for sampler in case.made_by(SAMPLERS, *arguments(loader), through=True):
+                shuffle = argument(sampler, "shuffle", 3)
+                always = shuffle is None or is_constant(shuffle, True)
+                if always and not any(sampler in one for one in told) and not handed_on & {sampler, loader}:
+                    yield sampler
+
+
+def differing_steps(case: JudgedCase) -> Iterator[int]:
+    """Lines where the number of steps is reckoned from the rank."""
+    for event in case.fits:
+        if _reckons_with_rank(case, argument(event.node, "steps_per_epoch")):
+            yield event.node.lineno
+    loops = {loop for event in case.steps for loop in event.loops if isinstance(loop, ast.For)}
+    for loop in sorted(loops, key=lambda one: one.lineno):
+        for call in case.calls(loop.iter):
+            counts = case.name(call) == "builtins.range" and len(call.args) == 1
+            takes = method(call) == "take" and not case.name(call) and call.args
+            if (counts or takes) and _reckons_with_rank(case, call.args[0]):
+                yield loop.lineno
+
+
+def _reckons_with_rank(case: JudgedCase, node: ast.AST | None) -> bool:
+    """Whether a rank is a term of a number; the length of a rank's part, which may well be equal on all, is not."""
+
+    def terms(one: ast.AST) -> list[ast.AST]:
+        if isinstance(one, ast.Call):
+            return list(one.args) if _ARITHMETIC.fullmatch(case.name(one)) else []
+        if isinstance(one, ast.Name):
+            return case.behind(one)
+        adds_up = isinstance(one, (ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare, ast.BoolOp))
+        return list(ast.iter_child_nodes(one)) if adds_up else []
+
+    return node is not None and any(case.kind(one) in RANKS for one in everything(node, terms))
 
 
 def downloads(case: JudgedCase) -> Iterator[Event]:
@@ -209,6 +250,352 @@ def downloads_without_barrier(case: JudgedCase) -> Iterator[Event]:
             yield event
 
 
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def not_distributed(case: JudgedCase) -> Iterator[Event | int]:
+    """Where gradients stay on their rank: nothing is distributed, or another optimizer, tape or model is used."""
+    yield from case.verdicts[3].blamed
+    if case.library == "ddp":
+        yield from _unwrapped_models(case)
+    elif case.having(Role.DISTRIBUTE, Role.LOAD_MODEL) and not case.reduces_gradients() and not case.handed_away:
+        for update in case.updates:
+            if update.event.reached and _is_local(case, update):
+                yield update.event
+        for between, update in _passes(case):
+            if _skips_synchronizing(case, update.event) and not _is_synchronized(between):
+                yield update.event
+
+
+def _is_local(case: JudgedCase, update: Update) -> bool:
+    """Whether everything shows where the optimizer and the gradients come from, and nothing of it is distributed."""
+    if method(update.event.node) == "compile" and isinstance(update.optimizer, ast.Constant):
+        return case.library == "horovod"
+    if update.gradients is None and method(update.event.node) == "apply_gradients":
+        return False
+    # A layer or a model may be called on the way: what is in it does not average gradients.
+    made = [*case.calls(update.optimizer), *case.calls(update.gradients, through=True)]
+    averaged = any(case.role(call) in (Role.DISTRIBUTE, Role.REDUCE) for call in made)
+    hidden = any(case.is_opaque(call) and not makes_object(call) for call in made)
+    unseen = any(not _optimizers(case, _first(call)) for call in _in_place(case))  # a tape, or from elsewhere
+    seen = bool(_optimizers(case, update.optimizer))
+    return seen and not averaged and not hidden and not unseen and not _distributors(case, update.optimizer)
+
+
+def _distributors(case: JudgedCase, optimizer: ast.expr) -> list[ast.Call]:
+    """The calls that made an optimizer a distributed one: another one, or itself in its place."""
+    own = _optimizers(case, optimizer)
+    changed = [call for call in _in_place(case) if own & _optimizers(case, _first(call))]
+    return [*case.having_made(optimizer, Role.DISTRIBUTE), *changed]
+
+
+def _optimizers(case: JudgedCase, node: ast.expr) -> set[ast.Call]:
+    return {call for call in case.calls(node) if case.makes_optimizer(call)}
+
+
+def _in_place(case: JudgedCase) -> list[ast.Call]:
+    """The calls of hvdkit's ``distribute``, after which the optimizer that they got is a distributed one."""
+    calls = [event.node for event in case.having(Role.DISTRIBUTE) if case.name(event.node).startswith("hvdkit.")]
+    return [call for call in calls if case.operations(call) != {"adasum"}]
+
+
+def _first(call: ast.Call) -> ast.expr:
+    return argument(call, "module", 0) or argument(call, "optimizer", 0) or call
+
+
+def _unwrapped_models(case: JudgedCase) -> Iterator[Event]:
+    """Training steps of DDP scripts that run the bare model, although another name has the wrapped one."""
+    wrapped = {event.node for event in case.having(Role.DISTRIBUTE)}
+    bare = {made for made in case.calls(*map(_first, wrapped)) if case.class_of(made)}
+    trained = {(one.loops, one.stack): one.order for one in case.methods("backward") if one.reached and one.loops}
+    for event in case.events:
+        called = event.node.func
+        is_object = isinstance(called, ast.Name) or method(event.node) in case.attributes  # not model.train()
+        if not is_object or not event.reached or case.name(event.node):
+            continue
+        sources = set(case.calls(called))
+        if sources & bare and not sources & wrapped and event.order < trained.get((event.loops, event.stack), 0):
+            yield event
+
+
+def distributed_twice(case: JudgedCase) -> Iterator[Event]:
+    """Wrappers around what is wrapped already, and updates of averaged gradients by an optimizer that averages."""
+    for event in case.having(Role.DISTRIBUTE):
+        inner = event.node.args[0] if event.node.args else argument(event.node, "optimizer")
+        if event.reached and any(call is not event.node for call in case.having_made(inner, Role.DISTRIBUTE)):
+            yield event
+    for between, update in _passes(case):
+        if _is_synchronized(between) and not _skips_synchronizing(case, update.event):
+            yield update.event
+    for update in (one for one in case.updates if one.event.reached):
+        optimizers = case.having_made(update.optimizer, Role.DISTRIBUTE)
+        made = case.having_made(update.gradients, Role.DISTRIBUTE, through=True)
+        tapes = [one for one in made if one not in optimizers]
+        ways = [event for event in case.events if event.node in [*optimizers, *tapes]]
+        conditional = any(not guard.wraps for event in ways for guard in event.guards)
+        if optimizers and tapes and not conditional:
+            yield update.event
+
+
+def _averages_in_step(case: JudgedCase, optimizer: ast.expr) -> bool:
+    made = _distributors(case, optimizer)
+    return any(case.name(call).startswith(_IN_STEP) and case.operations(call) != {"adasum"} for call in made)
+
+
+def _passes(case: JudgedCase) -> Iterator[tuple[list[Event], Update]]:
+    """What runs between a backward and the step after it, with the step, of optimizers that average there."""
+
+    def are_exclusive(one: Event, other: Event) -> bool:
+        """Whether they are on two branches of one condition."""
+        mine, others = (
+            {(ast.unparse(guard.test), guard.holds) for guard in event.guards if guard.certain}
+            for event in (one, other)
+        )
+        return any((test, not holds) in others for test, holds in mine)
+
+    updates = {update.event.order: update for update in case.updates}
+    since: list[Event] | None = None
+    for event in case.events:
+        if method(event.node) == "backward":
+            since = []
+        elif since is not None:
+            if event.order in updates and event.reached and _averages_in_step(case, updates[event.order].optimizer):
+                way = [one for one in since if not are_exclusive(one, event)]
+                if not any(one.order in updates for one in way):
+                    yield way, updates[event.order]
+            since.append(event)
+
+
+def _is_synchronized(events: list[Event]) -> bool:
+    return any(method(event.node) == "synchronize" for event in events)
+
+
+def _skips_synchronizing(case: JudgedCase, event: Event) -> bool:
+    around = case.calls(*(guard.test for guard in event.guards if guard.wraps))
+    return any(method(call) == "skip_synchronize" for call in around)
+
+
+def early_uses(case: JudgedCase) -> Iterator[Event]:
+    """The first use of gradients after a backward and before they are averaged: clipping, or a ``GradScaler``'s."""
+
+    def uses_gradients(call: ast.Call) -> bool:
+        if _CLIPS.match(case.name(call)):
+            return True
+        made = case.calls(receiver(call)) if method(call) in ("unscale_", "step") else []
+        scalers = [one for one in made if case.name(one).endswith("GradScaler")]
+        return any(not is_constant(argument(one, "enabled"), False) for one in scalers)
+
+    for between, update in _passes(case) if not case.handed_away else ():
+        events = [*between, update.event]
+        place = next((place for place, event in enumerate(events) if uses_gradients(event.node)), None)
+        if place is not None and not _is_synchronized(events[:place]):
+            yield events[place]
+
+
+def closures(case: JudgedCase) -> Iterator[Event]:
+    """Steps that average first and call a closure then, which computes other gradients."""
+    for update in case.updates:
+        call = update.event.node
+        given = argument(call, "closure", 0)
+        is_step = method(call) == "step" and receiver(call) is update.optimizer
+        has_closure = is_step and given is not None and not is_constant(given, None)
+        if has_closure and update.event.reached and _averages_in_step(case, update.optimizer):
+            yield update.event
+
+
+def left_schedules(case: JudgedCase) -> Iterator[Event]:
+    """Schedules of an optimizer that was replaced by one which gets other parameter groups afterwards."""
+    regrouped = [receiver(event.node) for event in case.methods("load_state_dict", "add_param_group")]
+    regrouped += [one for event in case.having(Role.ELASTIC) if (one := argument(event.node, "optimizer", 1))]
+    changed = set(case.calls(*regrouped))
+    for event in case.events:
+        optimizer = argument(event.node, "optimizer", 0)
+        if ".lr_scheduler." not in case.name(event.node) or optimizer is None or not event.reached:
+            continue
+        made = _optimizers(case, optimizer)
+        for later in case.having(Role.DISTRIBUTE):
+            replaces = case.name(later.node).startswith(_IN_STEP) and later.order > event.order
+            if replaces and later.node in changed and made & _optimizers(case, _first(later.node)):
+                yield event
+
+
+def unknown_calls(case: JudgedCase) -> Iterator[Event]:
+    """Horovod's methods of an optimizer that is PyTorch's own, and PyTorch's argument of a method of Horovod's."""
+    for event in case.methods("zero_grad", "synchronize", "skip_synchronize", "set_backward_passes_per_step"):
+        made = _distributors(case, receiver(event.node))
+        in_step = [case.name(call).startswith(_IN_STEP) or case.operations(call) == {"adasum"} for call in made]
+        is_unknown = bool(made) and not any(in_step)
+        if method(event.node) == "zero_grad":
+            is_unknown = any(in_step) and bool(arguments(event.node))
+        if is_unknown and event.reached:
+            yield event
+
+
+# The state that is sent, and backups ----------------------------------------------------------------------------------
+
+
+def early_broadcasts(case: JudgedCase) -> Iterator[Event]:
+    """Broadcasts of what does not exist yet, or of what is replaced from a file before training begins."""
+    for event in case.having(Role.BROADCAST) if case.steps else ():
+        names = [one for one in steps.sent_objects(event) if isinstance(one, ast.Name) and not case.reaching(one)]
+        # ``broadcast(optimizer)`` above ``optimizer = ...``, in one function
+        before_it_exists = any(case.lookup(one.id, case.scope(one)) is case.scope(one) for one in names)
+        if event.reached and (before_it_exists or _has_no_slots(case, event) or _is_loaded_later(case, event)):
+            yield event
+
+
+def _has_no_slots(case: JudgedCase, event: Event) -> bool:
+    """A Keras optimizer has nothing to send before its first step, unless it is built."""
+    if not case.name(event.node).endswith("broadcast_variables"):
+        return False
+    applied = [one for one in case.steps if method(one.node) in ("apply_gradients", "apply", "minimize")]
+    if not applied or applied[0].order < event.order or set(event.loops) & set(applied[0].loops):
+        return False
+    builds = [one for one in case.methods("build") if one.order < event.order]
+    if any(map(case.is_optimizer, case.calls(*(receiver(one.node) for one in builds)))):
+        return False
+    sent = steps.sent_objects(event)
+    wrapped = [call.args[0] for one in sent for call in case.having_made(one, Role.DISTRIBUTE) if call.args]
+    return any(case.is_keras_optimizer(call) for call in case.calls(*sent, *wrapped))
+
+
+def _is_loaded_later(case: JudgedCase, event: Event) -> bool:
+    """Whether what is sent is replaced from a file before training begins, and not sent again."""
+
+    def identities(objects: list[ast.expr]) -> set[str | ast.Call]:
+        """What tells whether two expressions are one object: the same text, or made by the same call."""
+        texts = {ast.unparse(one) for one in objects if isinstance(one, (ast.Name, ast.Attribute))}
+        return texts | {call for call in case.calls(*objects) if not case.role(call)}
+
+    for load in steps.loads(case):
+        made = case.made_by(steps.TF_CHECKPOINTS, receiver(load.node))
+        loaded = identities([receiver(load.node), *(one.value for call in made for one in call.keywords)])
+        replaced = identities(steps.sent_objects(event)) & loaded
+        if not event.order < load.order < case.steps[0].order or not load.reached or not replaced:
+            continue
+        others = case.having(Role.BROADCAST, Role.COLLECTIVE)
+        again = [one for one in others if replaced & identities(steps.sent_objects(one))] + steps.sent_by_hand(case)
+        is_sent = any(load.order < one.order < case.steps[0].order for one in again)
+        given = {case.role(call) for call in case.calls(*load.node.args)}
+        if not is_sent and not given & {Role.BROADCAST, Role.COLLECTIVE}:
+            return True
+    return False
+
+
+def lone_backups(case: JudgedCase) -> Iterator[Event]:
+    """``BackupAndRestore`` on some ranks only: the others do not go on where it does."""
+    for event in steps.writes(case):
+        lone = not steps.has_own_path(case, event.node) and steps.where_it_writes(case, event) == "some ranks"
+        if case.name(event.node) == steps.BACKUP and lone:
+            yield event
+
+
+# Metrics of one rank's part that are shown as if they were of the whole -----------------------------------------------
+
+
+def unaveraged(case: JudgedCase) -> Iterator[int]:
+    """Lines that show a metric of one rank's part of the test data."""
+    shows = [event for event in case.events if event.reached and _shows(case, event)]
+    for loop, inside in case.evaluation_loops.items():
+        given = [one for loader in case.sources(loop) if case.name(loader) in LOADERS for one in arguments(loader)]
+        if not case.shard_lines(*given, *case.drawn_from(loop)):  # every rank sees all
+            continue
+        body = {node for statement in getattr(loop, "body", []) for node in ast.walk(statement)}
+        last = max(event.order for event in inside)
+        for event in shows:
+            after = event.order > last and loop not in event.loops
+            if after and any(_is_of_one_rank(case, value, body) for value in shown(event.node)):
+                yield event.node.lineno
+                break
+    yield from _evaluated(case, shows)
+    yield from _fitted(case)
+
+
+def _shows(case: JudgedCase, event: Event) -> bool:
+    """Whether a call shows something and does not say whose number it is."""
+    shows = case.name(event.node) in ("builtins.print", "wandb.log", "click.echo") or method(event.node) in _SHOWS
+    return shows and not case.has_rank(*shown(event.node)) and "rank" not in ast.unparse(event.node).lower()
+
+
+def shown(call: ast.Call) -> list[ast.expr]:
+    """The single values in what a call prints: those in f-strings, ``%``, ``format``, tuples and dictionaries."""
+
+    def parts(node: ast.expr) -> list[ast.expr]:
+        match node:
+            case ast.JoinedStr() | ast.Dict():
+                return node.values
+            case ast.Tuple() | ast.List():
+                return node.elts
+            case ast.FormattedValue():
+                return [node.value]
+            case ast.BinOp(op=ast.Mod(), left=ast.Constant(value=str())):
+                return [node.right]
+            case ast.Call(func=ast.Attribute(attr="format")):
+                return arguments(node)
+            case ast.BinOp(op=ast.Add(), left=left, right=right):
+                is_text = any(isinstance(one, (ast.Constant, ast.JoinedStr)) for one in (left, right))
+                return [left, right] if is_text else []
+        return []
+
+    return [value for one in arguments(call) for value in everything(one, parts) if not parts(value)]
+
+
+def _is_of_one_rank(case: JudgedCase, value: ast.expr, body: set[ast.AST]) -> bool:
+    """Whether a shown value was made in a loop and no collective took part in it."""
+    reached = case.reach(value, through=True)
+    names = [one for one in reached if isinstance(one, (ast.Name, ast.Attribute))]
+    if not body & reached or not any(_METRIC.search(ast.unparse(one)) for one in [value, *names]):
+        return False
+    for call in (one for one in reached if isinstance(one, ast.Call)):
+        if _reduces(case, call) or case.role(call) == Role.REDUCE or case.name(call).startswith("torchmetrics."):
+            return False
+        if case.is_opaque(call) and not makes_object(call):
+            return False
+    stored = [one for one in body if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Store)]
+    texts = {ast.unparse(name) for name in names}
+    made = {ast.unparse(one) for one in stored} & texts
+    for call in (event.node for event in case.events):  # ``average(total)``, ``meter.all_reduce()``: in place
+        given = {ast.unparse(one) for one in call.args} & made or ast.unparse(receiver(call)) in texts
+        if given and isinstance(case.parents[call], ast.Expr) and _reduces(case, call):
+            return False
+    return True
+
+
+def _reduces(case: JudgedCase, call: ast.Call) -> bool:
+    """Whether a function of the script that a call runs holds a collective that reduces."""
+    inside = [node for function in case.callees(call) for node in ast.walk(function)]
+    return any(isinstance(node, ast.Call) and case.role(node) == Role.REDUCE for node in inside)
+
+
+def _evaluated(case: JudgedCase, shows: list[Event]) -> Iterator[int]:
+    """Keras' ``evaluate`` on a part, shown without a mean over the ranks."""
+    parts = [event.node for event in case.evaluations if case.shard_lines(argument(event.node, "x", 0))]
+    parts = [call for call in parts if argument(call, "callbacks") is None]
+    for event in shows if parts else ():
+        for value in shown(event.node):
+            calls = case.calls(value, through=True)
+            averaged = any(case.role(call) == Role.REDUCE or case.is_opaque(call) for call in calls)
+            if not averaged and set(parts) & set(calls):
+                yield event.node.lineno
+
+
+def _fitted(case: JudgedCase) -> Iterator[int]:
+    """``fit`` that reports or decides on what one rank sees, without a callback that averages."""
+    if case.guards_fit or case.having(Role.AVERAGE_CALLBACK, Role.REDUCE):
+        return
+    named = case.named("callbacks.EarlyStopping", "callbacks.ReduceLROnPlateau")
+    deciding = [event.node for event in named if event.reached]
+    for event in (one for one in case.fits if not case.hidden(argument(one.node, "callbacks"))):
+        if case.shard_lines(argument(event.node, "validation_data")):
+            yield event.node.lineno
+            continue
+        for callback in deciding:
+            monitor = argument(callback, "monitor", 0)
+            of_training = isinstance(monitor, ast.Constant) and not str(monitor.value).startswith("val")
+            if of_training and case.fit_part(event).kind == SHARDED:
+                yield callback.lineno
+
+
 # Calls that all ranks make together, on a branch that only some of them take ------------------------------------------
 
 
@@ -221,7 +608,7 @@ def _side(case: JudgedCase, event: Event) -> tuple[str, Condition] | None:
 
 
 def _takers(case: JudgedCase, test: ast.AST, holds: bool, depth: int = 0) -> str | None:
-    """ROOT, OTHERS or ONE where a condition on the rank decides for certain; None for everything else."""
+    """_ROOT, _OTHERS or _ONE where a condition on the rank decides for certain; None for everything else."""
     if depth > _DEEPEST:
         return None
     match test:
@@ -237,10 +624,10 @@ def _takers(case: JudgedCase, test: ast.AST, holds: bool, depth: int = 0) -> str
             both = not isinstance(body, ast.Constant) or bool(body.value)
             return _takers(case, test.test, holds, depth + 1) if both else None
         case ast.Attribute(attr="is_root") if case.kind(test) == Role.RANK:
-            return ROOT if holds else OTHERS
+            return _ROOT if holds else _OTHERS
         case ast.Name() | ast.Attribute() | ast.Call() | ast.arg():
             if _is_rank(case, test):
-                return OTHERS if holds else ROOT
+                return _OTHERS if holds else _ROOT
             named = {_takers(case, one, holds, depth + 1) for one in case.behind(test)}
             return named.pop() if len(named) == 1 else None
     return None
@@ -253,10 +640,10 @@ def _compared(case: JudgedCase, left: ast.expr, operator: ast.cmpop, right: ast.
         return None
     if isinstance(operator, (ast.Eq, ast.Is, ast.NotEq, ast.IsNot)):
         equal = isinstance(operator, (ast.Eq, ast.Is)) == holds
-        return (ROOT if equal else OTHERS) if right.value == 0 else ONE
+        return (_ROOT if equal else _OTHERS) if right.value == 0 else _ONE
     above = isinstance(operator, (ast.Gt, ast.GtE)) == holds
     edge = {ast.Gt: 0, ast.LtE: 0, ast.GtE: 1, ast.Lt: 1}.get(type(operator))
-    return (OTHERS if above else ROOT) if right.value == edge else ONE
+    return (_OTHERS if above else _ROOT) if right.value == edge else _ONE
 
 
 def _is_rank(case: JudgedCase, node: ast.AST, depth: int = 0) -> bool:
@@ -275,7 +662,8 @@ def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
     """What is called, on the branch itself, of collectives that some ranks never reach."""
     sides: dict[str, set[str]] = {}
     found = []
-    for event in case.having(*TOGETHER, *_CALLBACKS):
+    callbacks = (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.CHECKPOINT_CALLBACK)
+    for event in case.having(*TOGETHER, *callbacks):
         of_group = any(keyword.arg in _GROUPS for keyword in event.node.keywords)
         if not of_group and (taken := _side(case, event)) is not None:
             called = case.name(event.node) or ast.unparse(event.node.func)
@@ -283,13 +671,10 @@ def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
             found.append((event, called, *taken))
     for event, called, ranks, guard in found:
         others = sides[called] - {ranks}  # who makes the same call on a branch of their own
-        if not (others if ranks == ONE else others - {ONE}):
-            yield _entry(case, event, guard).func
-
-
-def _entry(case: JudgedCase, event: Event, guard: Condition) -> ast.Call:
-    """The call on the branch itself: of a function that holds the collective, or the collective."""
-    inside = case.function(guard.test)
-    under = {one.node for one in case.events if guard in one.guards}
-    way = [one for one in [*event.stack, event.node] if case.function(one) is inside and one in under]
-    return way[0] if way else event.node
+        if others if ranks == _ONE else others - {_ONE}:
+            continue
+        # The call on the branch itself: of a function that holds the collective, or the collective.
+        inside = case.function(guard.test)
+        under = {one.node for one in case.events if guard in one.guards}
+        way = [one for one in [*event.stack, event.node] if case.function(one) is inside and one in under]
+        yield (way[0] if way else event.node).func

@@ -1,25 +1,40 @@
-"""Where a value can come from: through assignments, objects, and the script's own functions."""
+"""Where a value can come from: through names, assignments, objects, and the script's own functions."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, TypeVar, cast
 
-from hvdkit.prepare.check.calls import argument, arguments, default_of, element, entries, given_for
-from hvdkit.prepare.check.libraries import KEPT_AS_IT_IS, role
-from hvdkit.prepare.check.names import Names
-from hvdkit.prepare.check.program import FUNCTIONS, Binding, FunctionNode, everything, position, remembered
+from hvdkit.prepare.check.calls import FunctionNode, argument, arguments, default_of, entries, given_for
+from hvdkit.prepare.check.libraries import KEPT_AS_IT_IS, KNOWN_PACKAGES, OTHER_DISTRIBUTORS, canonical, role
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+Node = TypeVar("Node", bound=ast.AST)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_PUTS_INTO = {
+    "append", "appendleft", "extend", "insert", "add", "add_", "copy_", "update", "update_state", "setdefault", "put",
+    "assign", "assign_add",
+}  # fmt: skip
+_WRITES_INTO_ARGUMENTS = {
+    "all_reduce", "reduce", "allreduce_", "allreduce_async_", "grouped_allreduce_", "Allreduce", "Reduce", "all_gather",
+    "all_gather_object", "all_gather_into_tensor", "gather", "gather_object", "reduce_scatter", "Allgather", "Gather",
+    "broadcast_object_list", "Bcast",
+}  # fmt: skip
 _SAME_OBJECT = {
     "to", "cuda", "cpu", "xpu", "float", "half", "double", "bfloat16", "type", "detach", "clone", "contiguous",
     "train", "eval", "requires_grad_", "numpy", "item", "mean", "sum", "get", "copy", "split", "strip", "lower",
     "upper", "items", "values", "keys", "pop", "tolist", "__iter__", "as_numpy_iterator", "result", "compute",
 }  # fmt: skip
 """Methods whose result is their object, or what is in it, in another dress."""
-_PASSES = 3
-"""So often calls are resolved anew: a method of an object that came as an argument needs the second or third time."""
 _SAME_TEXT = {"format", "join", "replace", "startswith", "endswith"}
 _BUILTINS = {
     "int", "str", "float", "bool", "min", "max", "abs", "round", "list", "tuple", "dict", "set", "sum", "any", "all",
@@ -28,19 +43,104 @@ _BUILTINS = {
 }  # fmt: skip
 _WHOLE_DATA_SETS = re.compile(r".*\.load_data|torchvision\.datasets\.(?!.*(Image|Dataset)Folder$).*")
 """Where a rank keeps its copy of these does not make it this rank's part."""
+_PASSES = 3
+"""So often calls are resolved anew: a method of an object that came as an argument needs the second or third time."""
 
 
-class Flow(Names):
-    """The program as a graph of values.
+@dataclass(eq=False)
+class Binding:
+    """One way in which a name or an attribute gets a value.
 
     Attributes:
+        node: what is blamed for it; its line.
+        value: the expression, None for a parameter, an import or a definition.
+        index: which element of the value, for ``a, (b, c) = value``: () is all of it.
+        key: the constant in ``x["key"] = value``.
+        replaces: False for what only changes the object or adds to it (``x += y``, ``x.append(y)``).
+        imported: the full name of what is imported.
+    """
+
+    node: ast.AST
+    value: ast.expr | None = None
+    index: tuple[int, ...] = ()
+    key: object = None
+    replaces: bool = True
+    imported: str = ""
+
+
+@dataclass(eq=False)
+class Scope:
+    """A function, a class or the module, with the names that are bound in it."""
+
+    node: ast.AST
+    parent: Scope | None
+    bindings: dict[str, list[Binding]] = field(default_factory=dict)
+    declared_elsewhere: set[str] = field(default_factory=set)
+
+
+def everything(start: Node, following: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
+    """A node, what follows it, what follows that and so on: each once, in the order in which they are met."""
+    found: dict[Node, None] = {}
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack.extend(following(node))
+    return found
+
+
+def remembered(while_asked: object) -> Callable[[Method], Method]:
+    """Keeps what a method answers of a node; ``while_asked`` is the answer where a question leads back to itself."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def ask(self: Any, node: ast.AST) -> Any:
+            known = self.__dict__.setdefault(f"_{method.__name__} of", {})
+            if node not in known:
+                known[node] = while_asked
+                known[node] = method(self, node)
+            return known[node]
+
+        return cast("Method", ask)
+
+    return decorate
+
+
+def position(node: ast.AST) -> tuple[int, int]:
+    """Line and column."""
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+class Flow:
+    """A program as a graph of values.
+
+    Attributes:
+        nodes: all of them, in the order of the text.
+        parents: of each node but the module the one that holds it.
+        imported: the full names of what is imported and of the modules that it comes from, with the first line.
+        attributes: by attribute name, the bindings of ``<anything>.name`` and of names in class bodies.
+        functions: all of them, wherever they are defined.
         calls_of: by function of the script, the calls that run it, as far as they are known.
         started: by function, the calls of it by what it is handed to (``mp.spawn(f, ...)``).
         rank_parameters: parameters that ``mp.spawn`` fills with the number of the process.
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        super().__init__(tree)
+        self.tree = tree
+        self.nodes: list[ast.AST] = []
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.imported: dict[str, int] = {}
+        self.attributes: dict[str, list[Binding]] = {}
+        self._blocks: dict[ast.AST, tuple[ast.AST, str]] = {}
+        self._scopes: dict[ast.AST, Scope] = {tree: Scope(tree, None)}
+        self._enter(tree)
+        self.functions = [node for node in self.nodes if isinstance(node, FUNCTIONS)]
+        for node in self.nodes:
+            self._bind(node)
+        for node in self.nodes:
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                self._change(node.value)
         self.calls_of: dict[FunctionNode, list[ast.Call]] = {}
         self.started: dict[FunctionNode, list[ast.Call]] = {}
         self.rank_parameters: set[ast.arg] = set()
@@ -54,6 +154,240 @@ class Flow(Names):
                 self._returned[function].append(node.value)
         for _ in range(_PASSES):
             self._find_calls()
+
+    # What is where ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, tree: ast.Module) -> None:
+        """Note of every node its parent, the block that it is a statement of, and the scope in which it runs."""
+        inner: dict[ast.AST, Scope] = {}
+        stack: list[ast.AST] = [tree]
+        while stack:
+            node = stack.pop()
+            self.nodes.append(node)
+            outside = inside = self._scopes[node]
+            if isinstance(node, _DEFINITIONS):
+                inside = inner[node] = Scope(node, outside)
+            for name, value in reversed(list(ast.iter_fields(node))):
+                children = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, ast.AST)]
+                for child in reversed(children):
+                    self.parents[child] = node
+                    # A decorator or a default runs outside of its function.
+                    self._scopes[child] = inside if name == "body" else outside
+                    if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+                        self._blocks[child] = (node, name)
+                    elif isinstance(child, ast.arg):  # bound as if by the first statement of its function
+                        self._scopes[child] = inner[self.parents[node]]
+                        self._blocks[child] = (self.parents[node], "body")
+                    stack.append(child)
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """A node's parent, that one's parent and so on."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def statement(self, node: ast.AST) -> ast.AST:
+        """The statement, except clause or module that a node belongs to."""
+        while node not in self._blocks and node in self.parents:
+            node = self.parents[node]
+        return node
+
+    def scope(self, node: ast.AST) -> Scope:
+        """The scope in which an expression or statement runs."""
+        return self._scopes[node]
+
+    def function(self, node: ast.AST) -> FunctionNode | None:
+        """The function in which a node runs; None on module level."""
+        scope: Scope | None = self._scopes[node]
+        while scope is not None and isinstance(scope.node, ast.ClassDef):
+            scope = scope.parent
+        return scope.node if scope is not None and isinstance(scope.node, FUNCTIONS) else None
+
+    def owner_class(self, node: ast.AST) -> ast.ClassDef | None:
+        """The class in whose body a node is, at any depth."""
+        return next((parent for parent in self.ancestors(node) if isinstance(parent, ast.ClassDef)), None)
+
+    # Who binds a name -------------------------------------------------------------------------------------------------
+
+    def _bind(self, node: ast.AST) -> None:
+        """Note each name that this node binds, with the value that it is bound to."""
+        match node:
+            case ast.Assign():
+                for target in node.targets:
+                    self._target(target, Binding(node, node.value))
+            case ast.AnnAssign() | ast.NamedExpr() if node.value is not None:
+                self._target(node.target, Binding(node, node.value))
+            case ast.AugAssign():
+                self._target(node.target, Binding(node, node.value, replaces=False))
+            case ast.For() | ast.AsyncFor() | ast.comprehension():
+                self._target(node.target, Binding(node, node.iter))
+            case ast.withitem() if node.optional_vars is not None:
+                self._target(node.optional_vars, Binding(self.statement(node), node.context_expr))
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                self._name(node.name, Binding(node), self.scope(node))
+            case ast.Import() | ast.ImportFrom():
+                base = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+                if base:
+                    self.imported.setdefault(base, node.lineno)
+                for alias in node.names:
+                    full, first = f"{base}.{alias.name}" if base else alias.name, alias.name.split(".")[0]
+                    self.imported.setdefault(full, node.lineno)
+                    meant = full if base or alias.asname else first  # ``import a.b`` binds a
+                    self._name(alias.asname or first, Binding(node, imported=meant), self.scope(node))
+            case ast.Global() | ast.Nonlocal():
+                self.scope(node).declared_elsewhere.update(node.names)
+            case ast.arg():
+                self._name(node.arg, Binding(node), self.scope(node))
+
+    def _target(self, target: ast.expr, binding: Binding) -> None:
+        match target:
+            case ast.Name():
+                self._name(target.id, binding, self.scope(binding.node))
+            case ast.Attribute():
+                self.attributes.setdefault(target.attr, []).append(binding)
+            case ast.Subscript():
+                key = target.slice.value if isinstance(target.slice, ast.Constant) else None
+                self._put(target.value, replace(binding, index=(), key=key, replaces=False))
+            case ast.Starred():
+                self._target(target.value, replace(binding, index=()))
+            case ast.Tuple() | ast.List():
+                whole = getattr(binding.value, "elts", [])
+                apart = not binding.index and not isinstance(binding.node, (ast.For, ast.AsyncFor))
+                for place, one in enumerate(target.elts):
+                    if apart and len(whole) == len(target.elts):
+                        self._target(one, replace(binding, value=whole[place]))
+                    else:
+                        self._target(one, replace(binding, index=(*binding.index, place)))
+
+    def _put(self, changed: ast.expr, binding: Binding) -> None:
+        """Bind what is put into an object to the name of the object."""
+        while isinstance(changed, ast.Subscript):
+            changed = changed.value
+        if isinstance(changed, ast.Name):
+            scope = self.lookup(changed.id, self.scope(binding.node))
+            if scope is not None and not any(one.imported for one in scope.bindings[changed.id]):
+                self._name(changed.id, binding, scope)
+        elif isinstance(changed, ast.Attribute):
+            self.attributes.setdefault(changed.attr, []).append(binding)
+
+    def _change(self, call: ast.Call) -> None:
+        """``x.append(y)`` puts y into x; ``all_reduce(x)`` puts its result into x."""
+        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        for given in arguments(call):
+            if called in _PUTS_INTO and isinstance(call.func, ast.Attribute):
+                self._put(call.func.value, Binding(call, given, replaces=False))
+            elif called in _WRITES_INTO_ARGUMENTS:
+                self._put(given, Binding(call, call, replaces=False))
+
+    def _name(self, name: str, binding: Binding, scope: Scope) -> None:
+        while name in scope.declared_elsewhere and scope.parent is not None:
+            scope = scope.parent
+        scope.bindings.setdefault(name, []).append(binding)
+        if isinstance(scope.node, ast.ClassDef):
+            self.attributes.setdefault(name, []).append(binding)
+
+    # What a use of a name can see -------------------------------------------------------------------------------------
+
+    def lookup(self, name: str, scope: Scope) -> Scope | None:
+        """The scope whose name it is; None for a builtin or a name that nobody binds."""
+        current: Scope | None = scope
+        while current is not None:
+            hidden = isinstance(current.node, ast.ClassDef) and current is not scope
+            if name in current.bindings and name not in current.declared_elsewhere and not hidden:
+                return current
+            current = current.parent
+        return None
+
+    @remembered([])
+    def reaching(self, name: ast.Name) -> list[Binding]:
+        """The bindings that a use of a name can see, without those that were overwritten on every way there."""
+        scope = self.scope(name)
+        owner = self.lookup(name.id, scope)
+        if owner is None:
+            return []
+        around = list(self.ancestors(name))
+        generators = {x for one in around if isinstance(one, _COMPREHENSIONS) for x in one.generators}
+        if own := [binding for binding in owner.bindings[name.id] if binding.node in generators]:
+            return own
+        bindings = [one for one in owner.bindings[name.id] if not isinstance(one.node, ast.comprehension)]
+        if owner is not scope:
+            return bindings
+        foreign = [one for one in bindings if self.scope(one.node) is not scope]
+        bindings = [one for one in bindings if one not in foreign]
+        # Those above that nothing overwrites on every way there, then those of the turn of a loop before.
+        above = [binding for binding in bindings if self._precedes(binding.node, name)]
+        blocks = self._blocks_around(name).items()
+        certain = [one for one in above if one.replaces and self._blocks[self.statement(one.node)] in blocks]
+        last = max(certain, key=lambda one: position(one.node), default=None)
+        seen = [one for one in above if last is None or one is last or position(one.node) > position(last.node)]
+        for binding in bindings:
+            outer = list(self.ancestors(binding.node))
+            shared = next((loop for loop in around if isinstance(loop, LOOPS) and loop in outer), None)
+            if binding not in above and shared and (last is None or shared not in self.ancestors(last.node)):
+                seen.append(binding)
+        return seen + foreign
+
+    def _blocks_around(self, node: ast.AST) -> dict[ast.AST, str]:
+        """The statements around that of a node, and in which block of them it is."""
+        return dict(self._blocks[one] for one in (node, *self.ancestors(node)) if one in self._blocks)
+
+    def _precedes(self, node: ast.AST, use: ast.AST) -> bool:
+        """Whether what binds a name is above a use, in another statement and not on the other branch of an ``if``."""
+        if self.statement(node) is self.statement(use) and not isinstance(node, ast.NamedExpr):
+            return False
+        mine, others = self._blocks_around(node), self._blocks_around(use)
+        one_branch = all(others.get(one, block) == block for one, block in mine.items() if isinstance(one, ast.If))
+        return one_branch and position(node) < position(use)
+
+    # Names as their packages know them --------------------------------------------------------------------------------
+
+    @remembered(None)  # what names itself through a loop of aliases has no name
+    def dotted(self, node: ast.AST) -> str | None:
+        """The full name of what an expression names, ``keras.`` for every way to Keras; None for the script's own."""
+        match node:
+            case ast.Name():
+                return canonical(self._resolve(node))
+            case ast.Attribute():
+                base = self.dotted(node.value)
+                return canonical(f"{base}.{node.attr}") if base else self._alias(self.attributes.get(node.attr, []))
+            case ast.Call(args=[ast.Constant(value=str(module)), *_]):
+                return canonical(module) if self.dotted(node.func) == "importlib.import_module" else None
+        return None
+
+    def _resolve(self, name: ast.Name) -> str | None:
+        scope = self.lookup(name.id, self.scope(name))
+        if scope is not None:
+            bindings = scope.bindings[name.id]
+            handed_on = all(isinstance(one.node, ast.arg) for one in bindings)  # a module, under its own name
+            outside = self.scope(self.tree).bindings.get(name.id, [])
+            imports = [one.imported for one in (outside if handed_on else bindings) if one.imported]
+            return imports[0] if imports else self._alias(bindings)
+        if hasattr(builtins, name.id):
+            return f"builtins.{name.id}"
+        stars = [module.removesuffix(".*") for module in self.imported if module.endswith(".*")]
+        distributed = [module for module in stars if module.split(".")[0] in ("horovod", "hvdkit")]
+        strange = [module for module in stars if not self.is_known(module)]
+        return next((f"{module}.{name.id}" for module in distributed or strange or stars), None)
+
+    def _alias(self, bindings: list[Binding]) -> str | None:
+        """The full name behind ``keras = tf.keras``: of a name that is bound once, to another name."""
+        replacing = [binding for binding in bindings if binding.replaces]
+        if len(replacing) != 1 or replacing[0].index:
+            return None
+        value = replacing[0].value
+        return self.dotted(value) if isinstance(value, (ast.Attribute, ast.Name, ast.Call)) else None
+
+    def is_known(self, dotted: str) -> bool:
+        """Whether it comes from a package of which nothing unexpected is to be feared."""
+        root = dotted.split(".")[0]
+        return root in KNOWN_PACKAGES or root == "builtins"
+
+    def strangers(self) -> list[str]:
+        """Imported modules that are neither known packages nor other distributors: the script's own, not read here."""
+        roots = {name.split(".")[0] or name for name in self.imported}
+        return sorted(root for root in roots if root not in KNOWN_PACKAGES and root not in OTHER_DISTRIBUTORS)
+
+    # Where a value comes from -----------------------------------------------------------------------------------------
 
     def reach(self, *starts: ast.AST | None, through: bool = False) -> KeysView[ast.AST]:
         """All expressions that values can come from, in the order in which they are met.
@@ -103,8 +437,8 @@ class Flow(Names):
                 return values + [value for function in own for value in self._returned[function]]
             case ast.arg():
                 return list(self.arguments_for(node))
-            case ast.Subscript():
-                return self._entry(node)
+            case ast.Subscript(value=ast.Name() as whole, slice=ast.Constant(value=key)):
+                return self._entry(whole, key)
             case ast.IfExp():
                 return [node.body, node.orelse]
             case ast.Call():
@@ -116,7 +450,27 @@ class Flow(Names):
         if binding.value is None:
             return [binding.node] if isinstance(binding.node, ast.arg) else []
         own = self.behind(binding.value) if binding.index and isinstance(binding.value, ast.Call) else []
-        return [element(whole, binding.index) for whole in own or [binding.value]]
+        found: list[ast.AST] = []
+        for whole in own or [binding.value]:
+            for place in binding.index:
+                inside = whole.elts if isinstance(whole, (ast.Tuple, ast.List)) else []
+                if place >= len(inside) or any(isinstance(one, ast.Starred) for one in inside):
+                    break
+                whole = inside[place]
+            found.append(whole)
+        return found
+
+    def _entry(self, dictionary: ast.Name, key: object) -> list[ast.AST]:
+        """The values under a constant key, where the text shows the whole dictionary."""
+        found: list[ast.AST] = []
+        for binding in self.reaching(dictionary):
+            if isinstance(binding.value, ast.Dict) and not binding.index and binding.key is None:
+                found += entries(binding.value, key)
+            elif binding.key is None or binding.value is None:
+                return []
+            elif binding.key == key:
+                found.append(binding.value)
+        return found
 
     def _given_on(self, call: ast.Call, through: bool) -> list[ast.expr]:
         """What of its arguments and its object is in the result of a call."""
@@ -129,20 +483,6 @@ class Flow(Names):
             return [call.func.value, *given] if through or is_text or call.func.attr in _SAME_OBJECT else []
         return [call.func, *arguments(call)] if through and not _WHOLE_DATA_SETS.fullmatch(name or "") else []
 
-    def _entry(self, node: ast.Subscript) -> list[ast.AST]:
-        """The values under a constant key, where the text shows the whole dictionary."""
-        if not isinstance(node.slice, ast.Constant) or not isinstance(node.value, ast.Name):
-            return []
-        found: list[ast.AST] = []
-        for binding in self.reaching(node.value):
-            if isinstance(binding.value, ast.Dict) and not binding.index and binding.key is None:
-                found += entries(binding.value, node.slice.value)
-            elif binding.key is None or binding.value is None:
-                return []
-            elif binding.key == node.slice.value:
-                found.append(binding.value)
-        return found
-
     def arguments_for(self, parameter: ast.arg) -> list[ast.expr]:
         """What is given for a parameter in the calls that are known, and its default."""
         function = self.parents[self.parents[parameter]]
@@ -152,16 +492,6 @@ class Flow(Names):
         default = default_of(function, parameter)
         given = [value for call in calls for value in given_for(function, parameter, call)]
         return given if default is None else [*given, default]
-
-    def _call_later(self, call: ast.Call, function: ast.expr) -> ast.Call:
-        """The call in ``mp.spawn(f, args=(...))``, ``Thread(target=f, args=(...))``, ``partial(f, ...)``."""
-        spawned = _is_spawn(self.dotted(call.func))
-        named = argument(call, "args", 1 if spawned else None)
-        if isinstance(named, (ast.Tuple, ast.List)):
-            first: list[ast.expr] = [ast.Constant(value=None)] if spawned else []
-            return ast.Call(function, [*first, *named.elts], [])
-        positional = function in call.args and named is None
-        return ast.Call(function, call.args[call.args.index(function) + 1 :] if positional else [], [])
 
     # Functions and classes --------------------------------------------------------------------------------------------
 
@@ -176,6 +506,10 @@ class Flow(Names):
     def function_arguments(self, call: ast.Call) -> list[FunctionNode]:
         """Functions of the script among the arguments of a call: something else will run them."""
         return [function for function, _ in self._handed_on.get(call, [])]
+
+    def is_keras_callback(self, node: ast.ClassDef) -> bool:
+        """Whether ``fit`` will call the methods of a class."""
+        return any((self.dotted(base) or "").endswith("callbacks.Callback") for base in node.bases)
 
     def _named(self, node: ast.AST) -> Sequence[FunctionNode | ast.ClassDef]:
         """The functions and classes of the script that an expression names: ``f``, ``tf.function(f)``, ``model.f``."""
@@ -236,9 +570,15 @@ class Flow(Names):
             for function in functions:
                 self.calls_of.setdefault(function, []).append(call)
         for call, pairs in handed_on.items():
+            spawned = re.search(r"(multiprocessing\.(spawn|start_processes)|xmp\.spawn)$", self.dotted(call.func) or "")
             for function, given in pairs:
-                self.started.setdefault(function, []).append(self._call_later(call, given))
-                if _is_spawn(self.dotted(call.func)) and function.args.args:
+                # The call in ``mp.spawn(f, args=(...))``, ``Thread(target=f, args=(...))``, ``partial(f, ...)``.
+                handed = argument(call, "args", 1 if spawned else None)
+                values = call.args[call.args.index(given) + 1 :] if given in call.args and handed is None else []
+                if isinstance(handed, (ast.Tuple, ast.List)):
+                    values = [*([ast.Constant(value=None)] if spawned else []), *handed.elts]
+                self.started.setdefault(function, []).append(ast.Call(given, values, []))
+                if spawned and function.args.args:
                     self.rank_parameters.add(function.args.args[0])
         self._reached.clear()
 
@@ -255,10 +595,6 @@ class Flow(Names):
         bound = self.reaching(call.func) if isinstance(call.func, ast.Name) else []
         here = any(one.value is not None or isinstance(one.node, ast.arg) for one in bound)
         return isinstance(call.func, ast.Name) and not here
-
-
-def _is_spawn(name: str | None) -> bool:
-    return name is not None and name.endswith(("multiprocessing.spawn", "multiprocessing.start_processes", "xmp.spawn"))
 
 
 def _is_property(function: FunctionNode) -> bool:

@@ -1,8 +1,9 @@
-"""The tables: what each function of Horovod, hvdkit and PyTorch is for."""
+"""The tables: which packages are known, and what each function of Horovod, hvdkit and PyTorch is for."""
 
 from __future__ import annotations
 
 import re
+import sys
 from enum import Enum
 from functools import cache
 
@@ -110,6 +111,58 @@ KEPT_AS_IT_IS = {
     "tensorflow.cast",
 }  # fmt: skip
 """Functions whose result is their argument in another dress."""
+
+
+_PACKAGES = {
+    "PIL", "absl", "albumentations", "apex", "click", "cv2", "cloudpickle", "colorama", "einops", "filelock", "flax",
+    "gdown", "h5py", "horovod", "hvdkit", "hydra", "imageio", "jax", "joblib", "keras", "keras_cv", "keras_nlp",
+    "kornia", "matplotlib", "medmnist", "ml_collections", "mlflow", "mlx", "mpi4py", "mxnet", "natsort", "neptune",
+    "netCDF4", "numba", "numpy", "nvidia", "omegaconf", "optax", "packaging", "pandas", "petastorm", "prettytable",
+    "psutil", "pyarrow", "pydantic", "pynvml", "ray", "requests", "rich", "scipy", "seaborn", "sentencepiece", "six",
+    "skimage", "sklearn", "submitit", "tabulate", "tensorboard", "tensorboardX", "tensorflow", "tensorflow_addons",
+    "tensorflow_datasets", "tensorflow_hub", "tensorflow_io", "tensorflow_probability", "termcolor", "tf_keras",
+    "tiktoken", "timm", "tokenizers", "toml", "torch", "torch_geometric", "torch_optimizer", "torchaudio",
+    "torchinfo", "torchmetrics", "torchsummary", "torchtext", "torchvision", "tqdm", "typer", "wandb", "webdataset",
+    "wget", "xarray", "yaml", "zarr",
+}  # fmt: skip
+_ALSO_NAMES_OF_SCRIPTS = {"code", "profile", "test", "trace"}
+KNOWN_PACKAGES = (_PACKAGES | sys.stdlib_module_names) - _ALSO_NAMES_OF_SCRIPTS
+"""Packages whose functions do what their names say; whatever comes from another one may do any of the steps."""
+
+OTHER_DISTRIBUTORS = {
+    "accelerate": "Accelerate", "bagua": "Bagua", "byteps": "BytePS", "colossalai": "Colossal-AI",
+    "composer": "Composer", "deepspeed": "DeepSpeed", "fairscale": "FairScale", "lightning": "Lightning",
+    "pytorch_lightning": "Lightning", "smdistributed": "SageMaker's data parallel library",
+    "transformers": "Transformers",
+}  # fmt: skip
+"""Packages that distribute a training in their own ways, which are not checked."""
+
+OTHER_WAYS = {
+    r"tensorflow\.distribute\..*Strategy": "tf.distribute",
+    r"torch\.distributed\.rpc.*": "torch.distributed.rpc",
+    r".*FullyShardedDataParallel.*|.*fully_shard": "FSDP",
+}
+"""What does so in TensorFlow and PyTorch."""
+
+_SAME = (
+    ("tensorflow.compat.v2.", "tensorflow."),
+    ("tensorflow.python.keras.", "keras."),
+    ("tensorflow.keras.", "keras."),
+    ("tf_keras.", "keras."),
+    ("tensorflow.optimizers.", "keras.optimizers."),
+    ("keras.src.", "keras."),
+    ("keras.api.", "keras."),
+    ("tensorflow.losses.", "keras.losses."),
+    ("tensorflow.metrics.", "keras.metrics."),
+)
+
+
+def canonical(name: str | None) -> str | None:
+    """The name that a thing has under all the names that lead to it."""
+    for prefix, short in _SAME if name else ():
+        if f"{name}.".startswith(prefix):
+            return f"{name}.".replace(prefix, short, 1)[:-1]
+    return name
 
 
 @cache

@@ -12,8 +12,7 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import count_text
 from hvdkit.prepare.check.rules import BrokenRule, examine
 from hvdkit.prepare.check.source import Script, too_deep
-from hvdkit.prepare.check.steps import STEPS, JudgedCase
-from hvdkit.prepare.check.verdict import Verdict
+from hvdkit.prepare.check.steps import STEPS, JudgedCase, Verdict
 from hvdkit.prepare.doctor.finding import explanation
 
 LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}

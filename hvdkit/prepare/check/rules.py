@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import find, metrics, removed, step_data, step_gradients, step_state
+from hvdkit.prepare.check import find, removed
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -54,31 +54,6 @@ def _blamed(number: int) -> Callable[[JudgedCase], Iterable[Place]]:
     """The lines where a step is missing for certain."""
     return lambda case: case.verdicts[number - 1].blamed
 
-
-_REMOVED = "`{}` was removed: TensorFlow 2 and Keras 3 do not know it"
-_OLD: tuple[tuple[str, str, Callable[[JudgedCase], Iterable[Place]]], ...] = (
-    (
-        "`{}` is TensorFlow 1's, whose graphs neither hvdkit nor Keras 3 trains",
-        "write it as Keras' fit (hvdkit.keras), or as a loop over tf.GradientTape (hvdkit.tensorflow)",
-        removed.graphs,
-    ),
-    *((_REMOVED, fix, removed.arguments_named(called, *words)) for called, words, fix in removed.ARGUMENTS),
-    (_REMOVED, "see keras.io/guides/migrating_to_keras_3 for what replaces it", removed.names),
-    (
-        _REMOVED,
-        "TensorFlow 2 has no sessions: hk.pin_device(world), or "
-        "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
-        removed.sessions,
-    ),
-    (_REMOVED, "call fit, evaluate or predict, which take such data, too", removed.generators),
-    (
-        _REMOVED,
-        "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "
-        "tensorflow.keras.preprocessing.image",
-        removed.image_generators,
-    ),
-)
-"""What is removed from TensorFlow and Keras, what to write, and where it is."""
 
 RULES = (
     Rule(
@@ -165,7 +140,7 @@ RULES = (
         "each step pays for communication twice, and with op=Sum the gradients are wrong",
         "distribute the optimizer or the tape, once; after Horovod's optimizer.synchronize(), step inside `with "
         "optimizer.skip_synchronize():`",
-        step_gradients.distributed_twice,
+        find.distributed_twice,
     ),
     Rule(
         "gradients-not-averaged-yet",
@@ -173,21 +148,21 @@ RULES = (
         "every rank clips or scales another part, while it may be on its way: the model is not that of one process",
         "call optimizer.synchronize() before it and step inside `with optimizer.skip_synchronize():`; or use "
         "hvdkit.torch.distribute, with which gradients are the mean when backward() returns",
-        step_gradients.early_uses,
+        find.early_uses,
     ),
     Rule(
         "closure-not-averaged",
         "`{}` is given a closure, and Horovod's optimizer averages before it calls that",
         "every rank steps by its own gradients; an optimizer that calls the closure again (LBFGS) raises an error",
         "call the closure first and then step() without it; or use hvdkit.torch.distribute, which LBFGS needs",
-        step_gradients.closures,
+        find.closures,
     ),
     Rule(
         "schedule-of-replaced-optimizer",
         "`{}` gets an optimizer that Horovod's replaces later, and that one gets parameter groups of its own",
         "on the ranks that load a state or add a group, the schedule sets learning rates that nobody uses",
         "make the schedule after hvd.DistributedOptimizer; or use hvdkit.torch.distribute, which replaces nothing",
-        step_gradients.left_schedules,
+        find.left_schedules,
     ),
     Rule(
         "unknown-to-optimizer",
@@ -195,7 +170,7 @@ RULES = (
         "it raises an AttributeError or a TypeError",
         "Horovod's zero_grad() takes no argument; hvdkit.torch.distribute returns your own optimizer, whose gradients "
         "are the mean when backward() returns: leave synchronize and skip_synchronize out",
-        step_gradients.unknown_calls,
+        find.unknown_calls,
     ),
     Rule(
         "keras-3-optimizer",
@@ -220,7 +195,7 @@ RULES = (
         "use hvdkit.keras: BroadcastState(), warmup(optimizer, world, steps_per_epoch); its fit averages the logs",
         removed.callbacks,
     ),
-    *(Rule("removed", what, "it raises an error, or is ignored", fix, find_it) for what, fix, find_it in _OLD),
+    *(Rule("removed", row.what, "it raises an error, or is ignored", row.fix, row.find) for row in removed.REMOVED),
     Rule(
         "broadcast-missing",
         "the state of model and optimizer is not sent from one rank to the others, or not all of it",
@@ -241,7 +216,7 @@ RULES = (
         "the state is sent before it is complete",
         "the optimizer has no state yet, or a file replaces what was sent, and the ranks differ from then on",
         "build the optimizer and load the checkpoint first, then broadcast, then train",
-        step_state.early_broadcasts,
+        find.early_broadcasts,
     ),
     Rule(
         "checkpoint-on-every-rank",
@@ -257,7 +232,7 @@ RULES = (
         "these ranks go on from the backup, in its epoch, and the others begin anew and wait for steps that never come",
         "give it to every rank, each with a directory of its own; or train with hvdkit.keras, whose fit lets the root "
         "back up and restores all ranks",
-        step_state.lone_backups,
+        find.lone_backups,
     ),
     Rule(
         "dataset-not-sharded",
@@ -293,7 +268,7 @@ RULES = (
         "this sampler shuffles and is never told which epoch it is",
         "every epoch has the same order and the same batches",
         "call sampler.set_epoch(epoch) at the start of each epoch",
-        step_data.stale_samplers,
+        find.stale_samplers,
     ),
     Rule(
         "steps-not-divided",
@@ -308,7 +283,7 @@ RULES = (
         "the number of steps depends on the rank",
         "the rank with one step more waits forever for the others",
         "reckon it from the size alone, the same on every rank",
-        step_data.differing_steps,
+        find.differing_steps,
     ),
     Rule(
         "metrics-not-averaged",
@@ -316,7 +291,7 @@ RULES = (
         "the number is that of 1/n of the samples, and another on every rank",
         "average it first: hvd.allreduce(value), MetricAverageCallback(), torch.distributed.all_reduce, or "
         "hk.average_metrics({{'accuracy': (correct, count)}}, world)",
-        metrics.unaveraged,
+        find.unaveraged,
     ),
     Rule(
         "download-on-every-rank",

@@ -1,15 +1,571 @@
-"""The table of the eight steps, and what is said of each for one script."""
+"""The table of the eight steps, and what is said of each for one script: done, missing, not needed or undecided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check import step_data, step_gradients, step_start, step_state
-from hvdkit.prepare.check.case import Case
-from hvdkit.prepare.check.libraries import Role
-from hvdkit.prepare.check.verdict import MISSING, Verdict, done, may_do_it, undecided
+from hvdkit.prepare.check.calls import (
+    argument,
+    arguments,
+    entries,
+    has_stars,
+    is_constant,
+    makes_object,
+    method,
+    receiver,
+)
+from hvdkit.prepare.check.case import DRAWN, SHARDED, UNCLEAR, WHOLE, Case, once, over
+from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, SAMPLERS, Role
+from hvdkit.prepare.check.trace import Event
+
+DONE = "done"
+MISSING = "missing"
+NOT_NEEDED = "not needed"
+UNDECIDED = "undecided"
+
+_CHOOSES = ("cuda.set_device", "xpu.set_device", "accelerator.set_device_index")
+_TAKES_DEVICE = ("set_visible_devices", "torch.device", "cuda.device", "tensorflow.device")
+_NEUTRAL_CALLS = ("add_argument", "autocast", "GradScaler", "init_process_group", "manual_seed")
+_MULTIPLIES = (
+    "StepLR", "MultiStepLR", "ExponentialLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau",
+    "PolynomialLR", "LinearLR", "ConstantLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler",
+)  # fmt: skip
+"""Schedules that multiply the optimizer's own rate, so that an unscaled one stays unscaled."""
+_LENGTH = re.compile(r"step|epoch|total|t_max|len|iter", re.IGNORECASE)
+"""Arguments of schedules that say how long, not how fast."""
+_STATE = {
+    "state_dict", "parameters", "named_parameters", "get_weights", "weights", "variables", "trainable_variables",
+    "data",
+}  # fmt: skip
+_LOADS = {"load_state_dict", "load_weights", "set_weights"}
+_OWN_FILES = ("io.BytesIO", "tempfile.mk", "tempfile.Named", "tempfile.Temporary", "tempfile.Spooled")
+_SAVES = {"torch.save", "torch.jit.save", "tensorflow.saved_model.save", "keras.models.save_model"}
+BACKUP = "keras.callbacks.BackupAndRestore"
+_KERAS_WRITERS = ("keras.callbacks.ModelCheckpoint", BACKUP)
+_PATHS = (
+    "f", "filepath", "path", "directory", "backup_dir", "checkpoint_dir", "export_dir", "file_prefix", "save_path",
+)  # fmt: skip
+_STATES = ("every rank", "unknown", "some ranks")
+TF_CHECKPOINTS = ("tensorflow.train.Checkpoint",)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a script does a step.
+
+    Attributes:
+        status: DONE, MISSING, NOT_NEEDED or UNDECIDED.
+        lines: where it is done.
+        note: why it is not needed or undecided, or what else a reader should know; "" for nothing.
+        blamed: the lines where something is missing for certain; empty where that is no finding.
+    """
+
+    status: str
+    lines: tuple[int, ...] = ()
+    note: str = ""
+    blamed: tuple[int, ...] = ()
+
+
+def _done(lines: Iterable[int], note: str = "") -> Verdict:
+    return Verdict(DONE, tuple(sorted(set(lines))), note)
+
+
+def _missing(blamed: Iterable[int], note: str = "") -> Verdict:
+    return Verdict(MISSING, (), note, tuple(sorted(set(blamed))))
+
+
+def _not_needed(note: str, lines: Iterable[int] = ()) -> Verdict:
+    return Verdict(NOT_NEEDED, tuple(sorted(set(lines))), note)
+
+
+def _undecided(note: str) -> Verdict:
+    return Verdict(UNDECIDED, (), note)
+
+
+def _may_do_it(who: str) -> Verdict:
+    return _undecided(f"{who} may do it, which is not read here")
+
+
+# 1: initialise --------------------------------------------------------------------------------------------------------
+
+
+def starts(case: Case) -> list[Event]:
+    """The events that initialise the library; mpi4py does so when it is imported."""
+    return [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
+
+
+def _init(case: Case) -> Verdict:
+    events = starts(case)
+    reached = [one for one in events if one.reached]
+    if reached:
+        return _done(case.lines(reached))
+    if events:
+        return _undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
+    doubts = [*case.others, *([case.runner] if case.runner else []), *case.strangers()]
+    if doubts:
+        return _may_do_it(doubts[0])
+    uses = case.having(*NUMBERS, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE)
+    return _missing(case.lines(uses)[:1]) if uses else _undecided("the library is imported and nothing of it is used")
+
+
+# 2: pin one GPU per process -------------------------------------------------------------------------------------------
+
+
+def _pin(case: Case) -> Verdict:
+    lines = [*case.lines(case.having(Role.PIN, Role.FIT)), *(node.lineno for node in device_choices(case))]
+    if lines:
+        return _done(lines)
+    visible = [event.node.args[0] for event in case.named("set_visible_devices") if event.node.args]
+    hidden = any(is_constant(one, "") or is_constant(one, "-1") for one in _environment(case, "CUDA_VISIBLE_DEVICES"))
+    if hidden or any(isinstance(one, ast.List) and not one.elts for one in visible):
+        return _not_needed("GPUs are hidden from this script")
+    moved = [one for one in case.methods("cuda") if not case.name(one.node)]
+    named = [one.lineno for one in case.nodes if isinstance(one, ast.Constant) and _names_gpu(case, one)]
+    used = sorted([*(one.node.lineno for one in [*moved, *case.named(*_CHOOSES)]), *named])
+    opaque = [one.node for one in case.events if case.is_opaque(one.node) and not makes_object(one.node)]
+    setup = next((ast.unparse(call.func) for call in opaque), None)
+    if used:
+        return _undecided(f"{setup} is not in this text and may do it") if setup else _missing(used[:1])
+    if {name.split(".")[0] for name in case.used} & {"tensorflow", "keras"}:
+        return _undecided("TensorFlow takes every GPU that it sees; the text does not say whether there is one")
+    for call in (event.node for event in case.events):
+        for one in call.args[:1] if method(call) == "to" or case.name(call) == "torch.device" else []:
+            reached = case.reach(one, through=True)
+            asked = any(isinstance(node, (ast.Attribute, ast.arg)) for node in reached)
+            if asked and "device" in ast.unparse(one) and not any(is_constant(node, "cpu") for node in reached):
+                return _undecided(f"line {call.lineno} takes its device from outside of this text")
+    return _undecided(f"{setup} may use a GPU, which is not read here") if setup else _not_needed("no GPU is used")
+
+
+def device_choices(case: Case) -> Iterator[ast.expr]:
+    """The expressions that choose a GPU by a rank, or by something that the text does not fix."""
+    for call in (event.node for event in case.events):
+        if case.name(call).endswith(_CHOOSES):
+            yield from (one for one in call.args if not _is_fixed(case, one))
+        elif case.name(call).endswith(_TAKES_DEVICE) or method(call) in ("cuda", "to"):
+            yield from (one for one in call.args if case.has_rank(one))
+        named = [argument(call, word) for word in ("device_ids", "device", "visible_device_list")]
+        yield from (one for one in named if one is not None and case.has_rank(one))
+    options = [binding.value for binding in case.attributes.get("visible_device_list", [])]
+    for value in [*options, *_environment(case, "CUDA_VISIBLE_DEVICES")]:
+        if value is not None and case.has_rank(value):
+            yield value
+
+
+def _is_fixed(case: Case, node: ast.expr) -> bool:
+    """Whether a value is a number in the text: the same GPU on every rank."""
+    leaves = [one for one in case.reach(node) if not isinstance(one, (ast.Name, ast.arg, ast.UnaryOp, ast.unaryop))]
+    return all(isinstance(one, ast.Constant) for one in leaves)
+
+
+def _environment(case: Case, variable: str) -> Iterator[ast.expr]:
+    """What the script puts into an environment variable."""
+    for node in case.nodes:
+        yield from entries(node, variable)
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=base, slice=ast.Constant(value=key))]) if key == variable:
+                yield from [node.value] if case.dotted(base) == "os.environ" else []
+            case ast.Call(args=[ast.Constant(value=key), value]) if key == variable:
+                yield from [value] if case.name(node) in ("os.environ.setdefault", "os.putenv") else []
+
+
+def _names_gpu(case: Case, node: ast.Constant) -> bool:
+    """Whether a text is the name of a GPU that something is put on."""
+    text = node.value.lower() if isinstance(node.value, str) else ""
+    if "cuda" not in text and "gpu" not in text:
+        return False
+    around = list(case.ancestors(node))
+    call = next((one for one in around if isinstance(one, ast.Call)), None)
+    if text == "gpu" or "/gpu" in text or "device:gpu" in text:
+        return call is not None and case.name(call).startswith("tensorflow.")
+    if text != "cuda" and not text.startswith("cuda:"):
+        return False
+    if call is not None and ast.unparse(call.func).endswith(_NEUTRAL_CALLS):
+        return False
+    value_of = isinstance(around[0], (ast.IfExp, ast.Assign, ast.Call, ast.keyword))
+    return value_of and not any(isinstance(one, ast.Compare) for one in around[:2])
+
+
+# 3: scale the learning rate -------------------------------------------------------------------------------------------
+
+
+def _learning_rate(case: Case) -> Verdict:
+    changes = list(_rate_changes(case))
+    elsewhere = [line for line, is_scaled, _ in changes if is_scaled]
+    scaled = [*case.lines(case.having(Role.SCALE)), *elsewhere]
+    unscaled, unclear = [], ""
+    for event in case.optimizers:
+        rates = _rates(case, event.node)
+        if _is_scaled(case, *rates):
+            scaled.append(event.node.lineno)
+        elif why := _unclear_rate(case, event.node, rates):
+            unclear = why
+        else:
+            unscaled.append(event.node.lineno)
+    if unscaled and not elsewhere:
+        doubt = next((why for _, _, why in changes if why), "")
+        return _no_scaling_needed(case) or (_undecided(doubt) if doubt else _missing(unscaled))
+    if scaled:
+        return _done(scaled)
+    if unclear:
+        return _undecided(unclear)
+    hidden = case.handed_away
+    return _may_do_it(hidden) if hidden else _undecided("no optimizer is made in this text")
+
+
+def _rates(case: Case, call: ast.Call) -> list[ast.expr]:
+    """The learning rate of an optimizer and those of its parameter groups."""
+    position = 1 if case.is_torch_optimizer(call) else 0
+    found = [argument(call, "lr"), argument(call, "learning_rate"), argument(call, "", position)]
+    groups = call.args[:position] + [keyword.value for keyword in call.keywords if keyword.arg is None]
+    for node in case.reach(*groups):
+        found += entries(node, "lr", "learning_rate")
+        if isinstance(node, ast.Call) and case.name(node) == "builtins.dict":
+            found += [argument(node, "lr"), argument(node, "learning_rate")]
+    return [one for one in found if one is not None]
+
+
+def _is_scaled(case: Case, *rates: ast.AST) -> bool:
+    made = case.calls(*rates, through=True)
+    return case.has_size(*rates, through=True) or any(case.role(one) in (Role.SCALE, Role.WARMUP) for one in made)
+
+
+def _unclear_rate(case: Case, call: ast.Call, rates: list[ast.expr]) -> str:
+    if has_stars(call) and not rates:
+        return "the learning rate comes in a dictionary"
+    for rate in rates:
+        hidden = case.hidden(rate, through=True)
+        if hidden:
+            return f"the learning rate comes from {hidden}, which is not in this text"
+        if any(case.name(one).startswith("keras.") or case.class_of(one) for one in case.calls(rate)):
+            return "the learning rate is a schedule of its own"
+        parameters = [one for one in case.reach(rate, through=True) if isinstance(one, ast.arg)]
+        if not all(case.arguments_for(one) for one in parameters):
+            return "the learning rate comes from a caller that is not in this text"
+    return ""
+
+
+def _rate_changes(case: Case) -> Iterator[tuple[int, bool, str]]:
+    """What else sets a rate: the line, whether the number of processes is in it, and the doubt that it leaves."""
+    for node in (one for one in case.nodes if isinstance(one, (ast.Assign, ast.AugAssign))):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            match target:  # ``group["lr"] = ...``, ``opt.learning_rate = ...``
+                case ast.Subscript(slice=ast.Constant(value="lr")):
+                    pass
+                case ast.Attribute(attr="learning_rate" | "lr", value=owner) if "opt" in ast.unparse(owner).lower():
+                    pass
+                case _:
+                    continue
+            yield node.lineno, _is_scaled(case, node.value), f"line {node.lineno} sets the learning rate anew"
+    for call in (event.node for event in case.events):
+        functions = [node for function in case.function_arguments(call) for node in ast.walk(function)]
+        name = case.name(call)
+        if case.role(call) == Role.WARMUP and name.startswith("horovod"):
+            rates = [argument(call, "initial_lr", 0), argument(call, "multiplier")]
+            yield call.lineno, case.has_size(*rates, *functions), ""
+        elif method(call) == "add_argument" and "lr" in ast.unparse(call.args[0] if call.args else call):
+            yield call.lineno, case.has_size(argument(call, "default"), *functions), ""
+        elif _is_schedule(case, call, name or ast.unparse(call.func)):
+            given = [*call.args[1:2], *(one.value for one in call.keywords if not _LENGTH.search(one.arg or ""))]
+            yield call.lineno, case.has_size(*given, *functions), f"the schedule of line {call.lineno} may scale it"
+        elif method(call) in ("assign", "set_value") and re.search(r"\blr\b|learning_rate", ast.unparse(call)):
+            yield call.lineno, False, f"line {call.lineno} sets the learning rate anew"
+
+
+def _is_schedule(case: Case, call: ast.Call, name: str) -> bool:
+    """Whether a call makes a schedule that does more than multiply the optimizer's own rate."""
+    strange = case.is_opaque(call) and re.search(r"warm|sched|lr", name, re.IGNORECASE) is not None
+    known = ".lr_scheduler." in name or name.endswith("LearningRateScheduler")
+    return (strange or known) and not name.endswith(_MULTIPLIES)
+
+
+def _no_scaling_needed(case: Case) -> Verdict | None:
+    if case.others:
+        return _may_do_it(case.others[0])
+    if case.library == "ddp":
+        return _undecided(
+            "no factor for the number of processes; whether the rate was tuned for one the text does not say"
+        )
+    for event in [*case.having(Role.DISTRIBUTE), *case.reduces_gradients()]:
+        if case.operations(event.node) & {"sum", "adasum"}:
+            return _not_needed("gradients are summed or combined by Adasum, not averaged", [event.node.lineno])
+    for call in (event.node for event in case.events):
+        place = 1 if case.name(call) in LOADERS else 2 if case.role(call) == Role.SHARD else None
+        place = 0 if method(call) in ("batch", "padded_batch") and not case.name(call) else place
+        if case.has_size(argument(call, "batch_size", place)):
+            return _not_needed("the batch of a rank is its part of the global batch", [call.lineno])
+    return None
+
+
+# 4: distribute the optimizer ------------------------------------------------------------------------------------------
+
+
+def _distribute(case: Case) -> Verdict:
+    if by_hand := case.reduces_gradients():
+        return _done(case.lines(by_hand), "by hand")
+    if doubt := case.elsewhere():
+        return _undecided(doubt)
+    if not case.steps:
+        return _undecided("nothing is trained in this text")
+    tapes = [one for one in case.steps if method(one.node) == "gradient"]
+    makers = tapes or case.optimizers or [update.event for update in case.updates] or case.steps
+    return _missing(case.lines(makers[:1]))
+
+
+# 5: broadcast the state -----------------------------------------------------------------------------------------------
+
+
+def _broadcast(case: Case) -> Verdict:
+    sent = case.having(Role.BROADCAST, Role.ELASTIC, Role.FIT) + sent_by_hand(case)
+    callbacks = case.having(Role.BROADCAST_CALLBACK)
+    if callbacks and not sent:
+        for call in [event.node for event in case.fits[:1]]:
+            if argument(call, "callbacks") is None and not has_stars(call):
+                return _missing([call.lineno], f"the callback of line {callbacks[0].node.lineno} is not given to fit")
+        return _done(case.lines(callbacks))
+    wrapped = case.having(Role.DISTRIBUTE)
+    if case.library == "ddp" and wrapped:
+        return _not_needed("DDP sends the model of rank 0 to all ranks when it wraps it", case.lines(wrapped))
+    doubt = _why_broadcast_is_unclear(case)
+    if sent:
+        lacking = (_only_optimizers(case, sent) if not doubt else []) or _loaded_on_root(case, sent)
+        return _missing(case.lines(lacking), "a part of the state is sent") if lacking else _done(case.lines(sent))
+    # It belongs at ``fit``, or where the optimizer is distributed, or at the first step.
+    place = case.fits or wrapped or case.steps
+    return _undecided(doubt) if doubt else _missing(case.lines(place[:1]))
+
+
+def _only_optimizers(case: Case, sent: list[Event]) -> list[Event]:
+    """The first broadcast, where all of them send an optimizer's state and none the model's."""
+    for event in sent:
+        made = case.calls(*sent_objects(event))
+        optimizers = made and all(map(case.is_optimizer, made))
+        by_name = case.name(event.node).endswith("broadcast_optimizer_state")
+        by_value = case.name(event.node).endswith("broadcast_variables") and optimizers
+        if case.role(event.node) != Role.BROADCAST or not (by_name or by_value):
+            return []
+    return sent[:1]
+
+
+def _loaded_on_root(case: Case, sent: list[Event]) -> list[Event]:
+    """Loads of an optimizer's state on one rank, where no broadcast sends it to the others."""
+    if any(not case.name(one.node).endswith("broadcast_parameters") for one in sent):
+        return []
+    made = {load: case.calls(receiver(load.node)) for load in loads(case) if load.reached}
+    of_optimizers = [load for load, calls in made.items() if calls and all(map(case.is_optimizer, calls))]
+    return [load for load in of_optimizers if case.where(load) == "some ranks"]
+
+
+def _why_broadcast_is_unclear(case: Case) -> str:
+    if doubt := case.elsewhere():
+        return doubt
+    if not case.steps:
+        return "nothing is trained in this text"
+    if case.library == "ddp":
+        return "DDP does it when it wraps a model, and none is wrapped in this text"
+    for event in case.methods(*_LOADS):
+        plain = all(guard.wraps for guard in event.guards)
+        if plain and case.where(event) == "every rank" and event.order < case.steps[0].order:
+            return f"every rank loads its state from a file in line {event.node.lineno}"
+    return ""
+
+
+def sent_by_hand(case: Case) -> list[Event]:
+    """The collectives that send a state, or what is loaded as one."""
+    loaded = case.calls(*(one for load in loads(case) for one in load.node.args))
+    found = []
+    for event in case.having(Role.COLLECTIVE):
+        around = [one for loop in event.loops for one in over(loop)]
+        reached = case.reach(*arguments(event.node), *around, through=True)
+        of_state = any(isinstance(node, ast.Attribute) and node.attr in _STATE for node in reached)
+        sends = case.name(event.node).rpartition(".")[2].startswith(("broadcast", "bcast"))
+        found += [event] if sends and (of_state or event.node in loaded) else []
+    return found
+
+
+def sent_objects(event: Event) -> list[ast.expr]:
+    """What a broadcast sends: ``model`` of ``model.state_dict()``."""
+
+    def owner(sent: ast.expr) -> ast.expr:
+        part = sent.func if isinstance(sent, ast.Call) else sent
+        return owner(part.value) if isinstance(part, ast.Attribute) and part.attr in _STATE else sent
+
+    return [owner(sent) for sent in event.node.args]
+
+
+def loads(case: Case) -> list[Event]:
+    """The events that replace a state by one from a file."""
+    found = [event for event in case.methods(*_LOADS) if not case.name(event.node)]
+    read = case.methods("restore", "read")
+    return found + [event for event in read if case.made_by(TF_CHECKPOINTS, receiver(event.node))]
+
+
+# 6: checkpoint on one rank --------------------------------------------------------------------------------------------
+
+
+def _checkpoint(case: Case) -> Verdict:
+    kept = case.having(Role.CHECKPOINTS, Role.CHECKPOINT_CALLBACK)
+    if case.guards_fit:
+        kept += [event for event in case.events if case.name(event.node) in _KERAS_WRITERS]
+    kept += [event for event in case.having(Role.FIT) if argument(event.node, "checkpoint_dir") is not None]
+    states: dict[str, list[Event]] = {state: [] for state in _STATES}
+    for event in writes(case):
+        states[where_it_writes(case, event)].append(event)
+    if everywhere := states["every rank"]:
+        return _missing(case.lines(everywhere), "a checkpoint is written by every rank")
+    if lines := case.lines([*kept, *states["some ranks"]]):
+        return _done(lines)
+    if unclear := case.lines(states["unknown"]):
+        return _undecided(f"whether line {unclear[0]} runs on one rank or on all, the text does not say")
+    doubt = case.elsewhere()
+    return _undecided(doubt) if doubt else _not_needed("no checkpoint is written")
+
+
+def writes(case: Case) -> list[Event]:
+    """The events that write a model's state to a file, each call once."""
+    return once(event for event in case.events if _writes(case, event.node) and not case.is_locked(event))
+
+
+def _writes(case: Case, call: ast.Call) -> bool:
+    name, called = case.name(call), method(call)
+    if name in _SAVES:
+        target = argument(call, "f", 1) or argument(call, "filepath", 1)
+        return not any(case.name(one).startswith(_OWN_FILES) for one in case.calls(target))
+    if name in _KERAS_WRITERS:
+        return not case.guards_fit
+    if name or not called or case.role(call):
+        return False
+    made = [case.name(one) for one in case.calls(receiver(call))]
+    if called in ("save", "write") and any(re.search(r"\btrain\.(Checkpoint(Manager)?|Saver)$", one) for one in made):
+        return True
+    keras = called == "save_weights" or (called in ("save", "export") and case.holds_keras_model(receiver(call)))
+    return keras and not any(one.startswith("torch.") for one in made)
+
+
+def where_it_writes(case: Case, event: Event) -> str:
+    """Where a write happens, over all the ways to it: on every rank as soon as one way is open to all."""
+    if has_own_path(case, event.node):
+        return "some ranks"
+    states = {case.where(one) for one in case.events if one.node is event.node}
+    statement = case.statement(event.node)
+    if case.name(event.node) in _KERAS_WRITERS and isinstance(statement, ast.Assign) and statement.value is event.node:
+        names = [one for one in case.nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+        uses = [one for one in names if any(binding.node is statement for binding in case.reaching(one))]
+        states = {state for name in uses for state in _where_it_is_used(case, name)} or {"unknown"}
+    return next(state for state in _STATES if state in states)
+
+
+def _where_it_is_used(case: Case, name: ast.Name) -> set[str]:
+    """Where a name is used: at the calls around it, or under the conditions around its statement."""
+    around = list(case.ancestors(name))
+    if case.has_rank(*(one.test for one in around if isinstance(one, (ast.If, ast.IfExp)))):
+        return {"some ranks"}
+    return {case.where(event) for event in case.events if event.node in around} or {"every rank"}
+
+
+def has_own_path(case: Case, call: ast.Call) -> bool:
+    """Whether a rank is in the arguments that say where to write, those of the checkpoint object included."""
+    given = [argument(call, name) for name in _PATHS]
+    given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
+    makers = [] if case.name(call) else case.calls(receiver(call))
+    return case.has_rank(*given, *(one for made in makers if ".train." in case.name(made) for one in arguments(made)))
+
+
+# 7: shard the data ----------------------------------------------------------------------------------------------------
+
+
+def _shard(case: Case) -> Verdict:
+    parts, forgotten = case.parts, _undivided_lines(case)
+    sharded = [line for part in parts if part.kind == SHARDED for line in part.lines]
+    whole = [line for part in parts if part.kind == WHOLE for line in part.lines[:1]]
+    unclear = next((part for part in parts if part.kind in (UNCLEAR, DRAWN)), None)
+    if whole and forgotten and not sharded:
+        return _undecided(f"not sharded; random draws would do, with the steps of line {forgotten[0]} divided")
+    if whole:
+        return _missing(whole)
+    if sharded:
+        return _done(sharded)
+    if unclear is not None:
+        return _undecided(f"not sharded in this text, and {unclear.why}" if unclear.kind == UNCLEAR else unclear.why)
+    anywhere = case.lines([*case.having(Role.SHARD), *case.named(*SAMPLERS)])
+    for node in (one for one in case.nodes if isinstance(one, ast.Subscript)):  # ``x[rank::size]``
+        kinds = case.kinds(node.slice)
+        anywhere += [node.lineno] if Role.SIZE in kinds and kinds & {Role.RANK, Role.SPAWNED} else []
+    return _done(anywhere) if anywhere else _undecided("where the training data come from the text does not show")
+
+
+# 8: same steps per epoch ----------------------------------------------------------------------------------------------
+
+
+def _steps_per_epoch(case: Case) -> Verdict:
+    if forgotten := _undivided_lines(case):
+        return _missing(forgotten)
+    divided = [event.node.lineno for event in case.fits if _divides_fit(case, event)]
+    for loop in case.training_loops:  # ``dataset.take(n // size)`` and ``range(n // size)``
+        for call in case.calls(*over(loop), through=True):
+            counts = method(call) == "take" or case.name(call) in ("builtins.range", "itertools.islice")
+            divided += [call.lineno] if counts and case.has_size(*call.args) else []
+    if divided:
+        return _done(divided)
+    parts = case.parts
+    if parts and all(part.kind == SHARDED and part.balanced for part in parts):
+        return _not_needed(
+            "every rank's part has the same number of batches", [line for part in parts for line in part.lines[:1]]
+        )
+    kinds = {part.kind for part in parts}
+    if WHOLE in kinds:
+        return _missing((), "an epoch is the whole data set on every rank; sharding it (step 7) divides the steps")
+    if SHARDED in kinds:
+        return _undecided("the parts may differ by a sample, and one batch more on one rank makes it wait forever")
+    return _undecided("how many steps make an epoch the text does not show")
+
+
+def _undivided_lines(case: Case) -> list[int]:
+    """The lines that count steps and forget to divide them by the number of processes."""
+    fits = [event.node.lineno for event in case.fits if _undivided_fit(case, event)]
+    return fits + [line for loop in case.training_loops for line in _undivided_loop(case, loop)]
+
+
+def _undivided_fit(case: Case, event: Event) -> bool:
+    """Whether ``steps_per_epoch`` counts the samples of the whole data set on every rank."""
+    steps, part = argument(event.node, "steps_per_epoch"), case.fit_part(event)
+    if steps is None or is_constant(steps, None) or is_constant(steps, 1) or part.kind == UNCLEAR:
+        return False
+    if _divides_fit(case, event) or case.hidden(steps, through=True) or case.shard_lines(steps):
+        return False
+    return _is_counted(case, steps) or (part.kind == WHOLE and isinstance(steps, ast.Constant))
+
+
+def _divides_fit(case: Case, event: Event) -> bool:
+    return case.has_size(argument(event.node, "steps_per_epoch"), argument(event.node, "epochs"), through=True)
+
+
+def _is_counted(case: Case, steps: ast.expr) -> bool:
+    """Samples divided by something, such as a batch: a count of all samples, not a number that somebody chose."""
+    reached = case.reach(steps)
+    return any(isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv)) for node in reached)
+
+
+def _undivided_loop(case: Case, loop: ast.AST) -> list[int]:
+    """``dataset.repeat().take(n // batch)``: n times through a part, or all the random draws of one process."""
+    calls = [call for call in case.calls(*over(loop), through=True) if not case.name(call)]
+    methods = {method(call) for call in calls}
+    kind = case.loop_part(loop, case.training_loops[loop]).kind
+    takes = [call for call in calls if method(call) == "take" and call.args]
+    if kind == SHARDED and "repeat" in methods:
+        takes = [call for call in takes if _is_counted(case, call.args[0]) and not case.shard_lines(call.args[0])]
+    elif kind != WHOLE or "shuffle" not in methods:
+        return []
+    takes = [one for one in takes if not is_constant(one.args[0], 1)]  # a first step, for what is made by it
+    seen = [one for one in takes if not case.hidden(one.args[0], through=True)]
+    return [one.lineno for one in seen if not case.has_size(one.args[0], through=True)]
+
+
+# The table ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,14 +586,14 @@ class StepRule:
 
 
 STEPS = (
-    StepRule(1, "initialise", step_start.init),
-    StepRule(2, "pin one GPU per process", step_start.pin),
-    StepRule(3, "scale the learning rate", step_start.learning_rate, (Role.FIT,)),
-    StepRule(4, "distribute the optimizer", step_gradients.distribute, (Role.DISTRIBUTE, Role.FIT, Role.LOAD_MODEL)),
-    StepRule(5, "broadcast the state", step_state.broadcast),
-    StepRule(6, "checkpoint on one rank", step_state.checkpoint),
-    StepRule(7, "shard the data", step_data.shard, (Role.FIT,)),
-    StepRule(8, "same steps per epoch", step_data.steps_per_epoch, (Role.STEPS, Role.FIT)),
+    StepRule(1, "initialise", _init),
+    StepRule(2, "pin one GPU per process", _pin),
+    StepRule(3, "scale the learning rate", _learning_rate, (Role.FIT,)),
+    StepRule(4, "distribute the optimizer", _distribute, (Role.DISTRIBUTE, Role.FIT, Role.LOAD_MODEL)),
+    StepRule(5, "broadcast the state", _broadcast),
+    StepRule(6, "checkpoint on one rank", _checkpoint),
+    StepRule(7, "shard the data", _shard, (Role.FIT,)),
+    StepRule(8, "same steps per epoch", _steps_per_epoch, (Role.STEPS, Role.FIT)),
 )
 
 
@@ -49,14 +605,13 @@ class JudgedCase(Case):
         """What is said of each step, in order."""
         if self.library == "none":
             doubt = next(iter([*self.others, *self.strangers()]), None)
-            return [may_do_it(doubt) if doubt else Verdict(MISSING)] * len(STEPS)
-        found = [self._verdict(step) for step in STEPS]
+            return [_may_do_it(doubt) if doubt else Verdict(MISSING)] * len(STEPS)
+        found = []
+        for step in STEPS:
+            calls = self.having(*step.done_by)
+            found.append(_done(self.lines(calls)) if calls else step.judge(self))
         training = {event.order for event in self.steps}
         if any(one.reached and (one.order in training or self.role(one.node)) for one in self.events):
             return found
-        elsewhere = undecided("this text only defines functions; what calls them may do it")
+        elsewhere = _undecided("this text only defines functions; what calls them may do it")
         return [elsewhere if verdict.status == MISSING else verdict for verdict in found]
-
-    def _verdict(self, step: StepRule) -> Verdict:
-        calls = self.having(*step.done_by)
-        return done(self.lines(calls)) if calls else step.judge(self)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 from textwrap import indent
 
-from hvdkit.prepare.check.calls import argument, given_for, has_stars, is_constant
+from hvdkit.prepare.check.calls import FunctionNode, argument, given_for, has_stars, is_constant
+from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
-from hvdkit.prepare.check.program import FunctionNode
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.check.training import once
 from hvdkit.prepare.port import from_horovod
 from hvdkit.prepare.port.edits import to, without
 from hvdkit.prepare.port.plan import PortPlan, Unsure

@@ -21,11 +21,12 @@ def port(plan: PortPlan) -> None:
     if removed.asks_for_keras_2(case):
         return
     plan.each(_compile, case.methods("compile"))
-    for keyword in dict.fromkeys(removed.arguments_named(r"^keras\.optimizers\.", "lr")(case)):
-        with plan.sure():
-            plan.rename(keyword.value, "learning_rate")
-    plan.each(_generator, removed.generators(case))
-    if any(True for _ in removed.image_generators(case)):
+    for keyword in dict.fromkeys(removed.RATES.find(case)):
+        if isinstance(keyword, ast.keyword):
+            with plan.sure():
+                plan.rename(keyword.value, "learning_rate")
+    plan.each(_generator, (one for one in removed.GENERATORS.find(case) if isinstance(one, Event)))
+    if any(True for _ in removed.IMAGES.find(case)):
         with plan.sure():
             _import_images(plan)
     plan.each(_file_of, case.named("keras.callbacks.ModelCheckpoint"))

@@ -10,12 +10,11 @@ from typing import cast
 
 import libcst as cst
 
-from hvdkit.prepare.check.calls import method
+from hvdkit.prepare.check.calls import FunctionNode, method
+from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
-from hvdkit.prepare.check.program import FunctionNode
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.check.training import once
 from hvdkit.prepare.port.edits import Change, Edits, around, as_keyword, to, with_argument
 from hvdkit.prepare.port.text import ScriptText
 

@@ -14,7 +14,7 @@ from hvdkit.common.units import count_text
 from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
-from hvdkit.prepare.check.verdict import UNDECIDED
+from hvdkit.prepare.check.steps import UNDECIDED
 from hvdkit.prepare.port import from_ddp, from_horovod, from_single
 from hvdkit.prepare.port.edits import Edits, without
 from hvdkit.prepare.port.plan import Left, PortPlan, Unsure
@@ -80,7 +80,7 @@ def port(text: ScriptText) -> Ported:
     plan = PortPlan(text)
     library = plan.case.library
     after = text
-    if library in _FROM and not any(removed.graphs(plan.case)):  # those are in the findings below
+    if library in _FROM and not any(removed.GRAPHS.find(plan.case)):  # those are in the findings below
         try:
             _FROM[library](plan)
             plan.declare()

@@ -13,9 +13,8 @@ from unittest import mock
 import pytest
 from ranks import on_ranks
 
-pytest.importorskip("libcst")
 
-from hvdkit.prepare.port import run, text
+from hvdkit.prepare.port import edits, run
 from hvdkit.prepare.trial import as_script
 from hvdkit.prepare.trial import attempt as trial
 from hvdkit.run.launch.stacks import sitecustomize
@@ -27,7 +26,7 @@ DATA = Path(__file__).parents[1] / "data" / "port" / "before"
 
 def program(name: str) -> Path:
     """The ported program, in the directory of the test."""
-    found = run.port(text.read(str(DATA / name)))
+    found = run.port(edits.read(str(DATA / name)))
     assert found.left == ()
     path = Path.cwd() / f"ported_{os.getpid()}_{name}"
     path.write_bytes(found.after)
@@ -152,7 +151,7 @@ losses = history.history["d_loss"]
 
 @on_ranks("keras", n=2)
 def test_a_train_step_that_counts_no_samples(everyone):
-    found = run.port(text.ScriptText("own.py", OWN_STEP.encode(), ast.parse(OWN_STEP)))
+    found = run.port(edits.ScriptText("own.py", OWN_STEP.encode(), ast.parse(OWN_STEP)))
     assert found.left == ()
     path = Path.cwd() / f"own_{os.getpid()}.py"
     path.write_bytes(found.after)

@@ -279,7 +279,6 @@ def test_an_input_that_is_missing_is_status_2(words, capsys):
             "report",
         ),
         ("jinja2", ["timeline", "report", "a.json", "-o", "report.html"], "report"),
-        ("libcst", ["port", "train.py"], "port"),
         ("scipy", ["diff", "a.json", "b.json"], "analysis"),
         ("scipy", ["tune", "-n", "1", "-o", "tuned.json", *JOB], "analysis"),
         ("scipy", ["bench", "scaling", "-n", "1", "-o", "r.json", *JOB], "analysis"),

@@ -11,7 +11,6 @@ import click
 
 from hvdkit.common import files
 from hvdkit.common.commands import time_limit
-from hvdkit.common.extras import of_extra
 
 if TYPE_CHECKING:
     from hvdkit.prepare.port.run import Ported
@@ -67,10 +66,10 @@ def port(
         raise click.UsageError("give one of -o, --in-place and --diff")
     if arguments and not try_:
         raise click.UsageError(f"{arguments[0]!r} is an argument of the script, which runs only with --try")
-    with of_extra("port", "hvdkit port rewrites with LibCST"):
-        from hvdkit.prepare.port import run as running
-        from hvdkit.prepare.port import text
-    ported = running.port(text.read(script))
+    from hvdkit.prepare.port import edits
+    from hvdkit.prepare.port import run as running
+
+    ported = running.port(edits.read(script))
     if diff:
         _show_diff(ported)
     elif in_place:
@@ -107,7 +106,7 @@ def _is_equal(ported: Ported, arguments: tuple[str, ...], steps: int, timeout: f
 
 
 def _show_diff(ported: Ported) -> None:
-    before, after = (one.decode(ported.before.module.encoding).splitlines(keepends=True)
+    before, after = (one.decode(ported.before.encoding).splitlines(keepends=True)
                      for one in (ported.before.content, ported.after))  # fmt: skip
     path = ported.before.path
     lines = difflib.unified_diff(before, after, path, path)

@@ -1,35 +1,138 @@
-"""Changes to a LibCST tree, collected first and made at once, each once a node; all else stays byte for byte."""
+"""A script's text, and changes to it that are collected by piece and made at once; all else stays byte for byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple
 
-import libcst as cst
-from libcst import matchers
+from hvdkit.common import files
+from hvdkit.prepare.check.source import read_script
 
-Change = Callable[[Any], Any]
-_TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+Change = Callable[[str], str]
+"""Makes the new text of a piece, from its text in which all that lies within has changed."""
+_NOTHING = re.compile(r"[ \t\f]*(#.*)?$")
+"""A line without code."""
 
 
-class Edits(cst.CSTTransformer):
+_Placed = ast.expr | ast.stmt | ast.keyword | ast.alias
+
+
+class _Piece(NamedTuple):
+    """A piece of the text: bytes of UTF-8, and which of several of the same bytes holds the others."""
+
+    start: int
+    end: int
+    level: int = 0
+
+
+class ScriptText:
+    """One script.
+
+    Attributes:
+        content: as it was read, in its own encoding.
+        tree: what ``check`` reads.
+    """
+
+    def __init__(self, path: str, content: bytes, tree: ast.Module) -> None:
+        self.path, self.content, self.tree = path, content, tree
+        self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+        text = content.decode(self.encoding)
+        self.data = text.encode()
+        self.newline = next(iter(re.findall(r"\r\n|\r|\n", text)), "\n")
+        self.starts = [0, *(one.end() for one in re.finditer(rb"\r\n|\r|\n", self.data))]
+        self._blocks: dict[ast.AST, list[ast.stmt]] = {}
+        for node in ast.walk(tree):
+            for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+                if isinstance(block, list):
+                    self._blocks |= dict.fromkeys(block, block)
+
+    def block(self, statement: ast.AST) -> list[ast.stmt]:
+        """The statements among which one stands."""
+        return self._blocks.get(statement, [])
+
+    def piece(self, node: _Placed, level: int = 0) -> _Piece:
+        """Where a node is."""
+        end = self.starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        return _Piece(self.starts[node.lineno - 1] + node.col_offset, end, level)
+
+    def lines(self, first: int, after: int) -> str:
+        """The text of lines that are counted from 1, up to one."""
+        ends = [*self.starts, len(self.data)]
+        return self.data[self.starts[first - 1] : ends[after - 1]].decode()
+
+    def source(self, node: ast.AST) -> str:
+        """The text of an expression, as the owner wrote it, on one line."""
+        start, end, _ = self.piece(node) if isinstance(node, ast.expr) else _Piece(0, 0)
+        written = self.data[start:end].decode()
+        return written if written and "\n" not in written and "\r" not in written else ast.unparse(node)
+
+    def stands_alone(self, statement: ast.AST) -> bool:
+        """Whether a statement shares its lines with no other, so that code can be put above and below it."""
+        if not isinstance(statement, ast.stmt) or statement not in self._blocks:
+            return False
+        start, end, _ = self.piece(statement)
+        before = self.data[self.starts[statement.lineno - 1] : start]
+        after = self.data[end : [*self.starts, len(self.data)][statement.end_lineno or 0]]
+        return not before.strip() and re.fullmatch(r"\s*;?\s*(#.*)?\s*", after.decode()) is not None
+
+
+def read(path: str) -> ScriptText:
+    """Read and parse one script.
+
+    Raises:
+        InvalidArgumentError: as ``check.source.read_script``.
+    """
+    tree = read_script(path).tree
+    return ScriptText(path, files.content(Path(path)), tree)
+
+
+class Edits:
     """The changes of one script."""
 
-    def __init__(self, module: cst.Module) -> None:
-        super().__init__()
-        self._module = module
-        self._changes: dict[cst.CSTNode, list[Change]] = {}
-        self._around: dict[cst.CSTNode, dict[str, list[str]]] = {}
+    def __init__(self, text: ScriptText) -> None:
+        self.text = text
+        self._changes: dict[_Piece, list[Change]] = {}
+        self._statements: dict[ast.stmt, dict[str, list[str]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._changes or self._around)
+        return bool(self._changes or self._statements)
 
-    def change(self, node: cst.CSTNode, make: Change) -> None:
-        """Make another node of an expression, after what is inside of it has changed."""
-        _add(self._changes.setdefault(node, []), make)
+    def change(self, piece: _Piece, make: Change) -> None:
+        """Make another text of a piece, once: two calls of ``fit`` may ask for the same of their data set."""
+        made = self._changes.setdefault(piece, [])
+        if make not in made:
+            made.append(make)
 
-    def edit(self, how: str, statement: cst.CSTNode, code: str = "") -> None:
+    def add(self, call: ast.Call, argument: str, place: int | None = None) -> None:
+        """Give a call one more argument, at the end or at a place further up."""
+        given = [self.text.piece(one) for one in _in_order([*call.args, *call.keywords])]
+        end = self.text.piece(call).end
+        separator = ", " if given else ""
+        if place is None or place >= len(given):
+            place = len(given)
+            if len(given) > 1 and b"," in self.text.data[given[-1].end : end]:  # one argument a line
+                separator = self.text.data[given[-2].end : given[-1].start].decode()
+        at = given[place - 1].end if given else end - 1
+        self.change(_Piece(at, at), _adding(f"{separator}{argument}"))
+
+    def drop(self, whole: Sequence[_Placed], gone: Sequence[ast.AST]) -> None:
+        """Take some of the arguments of a call, or of the names of an import, out; not all of them."""
+        ordered = _in_order(whole)
+        pieces = [self.text.piece(one) for one in ordered]
+        kept = next(place for place, one in enumerate(ordered) if one not in gone)
+        if kept:
+            self.change(_Piece(pieces[0].start, pieces[kept].start), to(""))
+        for place in range(kept + 1, len(ordered)):
+            if ordered[place] in gone:
+                self.change(_Piece(pieces[place - 1].end, pieces[place].end), to(""))
+
+    def edit(self, how: str, statement: ast.stmt, code: str = "") -> None:
         """Change a statement as a whole.
 
         Args:
@@ -38,87 +141,126 @@ class Edits(cst.CSTTransformer):
                 "remove" it, with the comments directly above it; "unwrap" the block of a ``with``; "guard" it by a
                 condition.
         """
-        _add(self._around.setdefault(statement, {}).setdefault(how, []), code)
+        codes = self._statements.setdefault(statement, {}).setdefault(how, [])
+        if code not in codes:
+            codes.append(code)
 
     def made(self) -> bytes:
         """The script with all changes."""
-        return self._module.visit(self).bytes
+        text = self.text
+        changes = dict(self._changes)
+        for statement in self._statements:
+            first = self._first_line(statement)
+            end = [*text.starts, len(text.data)][statement.end_lineno or statement.lineno]
+            changes[_Piece(text.starts[first - 1], end, 2)] = [self._around(statement, first)]
+        order = sorted(changes, key=lambda one: (one.start, one.start != one.end, -one.end, -one.level))
 
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """LibCST's call at each node, from the inside out."""
-        updated: Any = super().on_leave(original_node, updated_node)
-        for make in self._changes.get(original_node, ()):
-            updated = make(updated)
-        if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
-            return self._block(original_node, updated)
-        return updated
+        def rendered(piece: _Piece, inside: list[_Piece]) -> str:
+            """The text of a piece, from the inside out."""
+            made, at = "", piece.start
+            while inside:
+                child, within = inside.pop(0), []
+                while inside and inside[0].start < child.end:
+                    within.append(inside.pop(0))
+                made += text.data[at : child.start].decode() + rendered(child, within)
+                at = child.end
+            made += text.data[at : piece.end].decode()
+            for change in changes.get(piece, ()):
+                made = change(made)
+            return made
 
-    def _block(self, original: cst.Module | cst.IndentedBlock, updated: Any) -> Any:
-        if not any(one in self._around for one in original.body):
-            return updated
-        body: list[Any] = []
-        kept: list[cst.EmptyLine] = []  # comments above a statement that is gone, which are not about it
-        for old, new in zip(original.body, updated.body, strict=True):
-            statements, left = self._made(self._around.get(old, {}), new)
-            if kept and statements:
-                statements[0] = _under([*kept, *statements[0].leading_lines], statements[0])
-                kept = []
-            kept += left
-            body += statements
-        return updated.with_changes(body=body or self._parsed("pass"))
+        return rendered(_Piece(0, len(text.data), 3), order).encode(text.encoding)
 
-    def _made(self, around: dict[str, list[str]], new: Any) -> tuple[list[Any], list[cst.EmptyLine]]:
-        """The statements in the place of one, and the comments that are left of it."""
-        head = self._parsed(*around.get("first", ()), *around.get("before", ()))
-        tail = self._parsed(*around.get("after", ()))
-        middle, left = [new], []
-        if "remove" in around:
-            left = _not_about(new.leading_lines)
-            if not head + tail:
-                return [], left
-            first, *rest = head + tail
-            return [_under(left, first), *rest], []
-        if "unwrap" in around:
-            middle, left = list(new.body.body), list(new.body.footer)
-            middle[0] = _under([*new.leading_lines, *middle[0].leading_lines], middle[0])
-        elif "swap" in around:
-            middle = self._parsed(around["swap"][-1])
-            middle[0] = _under(new.leading_lines, middle[0])
-            if isinstance(new, cst.SimpleStatementLine) and isinstance(middle[-1], cst.SimpleStatementLine):
-                middle[-1] = middle[-1].with_changes(trailing_whitespace=new.trailing_whitespace)
-        elif "guard" in around:
-            (guard,) = self._parsed(f"if {around['guard'][0]}:\n    pass")
-            block = guard.body.with_changes(indent=None, body=[_under([], new)])
-            middle = [_under(new.leading_lines, guard.with_changes(body=block))]
-        return [*head, *middle, *tail], left
+    # Statements -------------------------------------------------------------------------------------------------------
 
-    def _parsed(self, *codes: str) -> list[Any]:
-        """Statements; an empty line in front of a code stays above the first of its own."""
-        made: list[Any] = []
-        for code in codes:
-            first, *rest = cst.parse_module(code.lstrip("\n"), self._module.config_for_parsing).body
-            empty = [cst.EmptyLine(indent=False)] if code.startswith("\n") else []
-            made += [_under([*empty, *first.leading_lines], first), *rest]
-        return made
+    def _first_line(self, statement: ast.stmt) -> int:
+        """The first line of a statement, its decorators and the comments and empty lines above it."""
+        line = _start(statement)
+        beside = self.text.block(statement)
+        if statement is self.text.tree.body[0]:  # what is above it is about the whole script
+            return line
+        at = beside.index(statement)
+        above = (beside[at - 1].end_lineno or 0) + 1 if at else 1
+        while line > above:
+            previous = self.text.lines(line - 1, line).rstrip("\r\n")
+            deeper = len(previous) - len(previous.lstrip()) > statement.col_offset
+            if not _NOTHING.match(previous) or (deeper and previous.strip()):
+                break
+            line -= 1
+        return line
+
+    def _around(self, statement: ast.stmt, first: int) -> Change:
+        """What to do with the lines of a statement and of what is above it."""
+        text, how = self.text, self._statements[statement]
+        start = _start(statement)
+        above = text.lines(first, start)
+        indent = text.data[text.starts[statement.lineno - 1] :][: statement.col_offset].decode()
+        beside = text.block(statement)
+
+        def lines(*codes: str) -> str:
+            unit, newline = self._unit, text.newline
+            found = [line for code in codes for line in code.split("\n")]
+            found = [re.sub("^( {4})+", lambda spaces: unit * (len(spaces.group()) // 4), line) for line in found]
+            return "".join(f"{indent}{line}{newline}" if line else newline for line in found)
+
+        def make(old: str) -> str:
+            head = lines(*how.get("first", ()), *how.get("before", ()))
+            tail = lines(*how.get("after", ()))
+            lead, middle = above, old[len(above) :]
+            if "remove" in how:
+                kept = lead.splitlines(keepends=True)
+                while kept and kept[-1].strip():  # a comment on what is gone
+                    kept.pop()
+                gone = all(set(self._statements.get(one, {})) == {"remove"} for one in beside)
+                last = lines("pass") if gone and statement is beside[-1] else ""
+                return "".join([*kept, head, tail, last])
+            if "unwrap" in how:
+                inside: ast.stmt = getattr(statement, "body", [statement])[0]
+                body = middle.splitlines(keepends=True)[inside.lineno - start :]
+                middle = _reindented("".join(body), lambda line: line[inside.col_offset - statement.col_offset :])
+            elif "swap" in how:
+                end = self.text.piece(statement).end
+                rest = text.data[end : [*text.starts, len(text.data)][statement.end_lineno or 0]].decode()
+                simple = not hasattr(statement, "body")
+                new = lines(*how["swap"][-1:])
+                middle = new.removesuffix(text.newline) + rest if simple else new
+            elif "guard" in how:
+                inner = _reindented(middle, lambda line: self._unit + line if line.strip() else line)
+                middle = f"{indent}if {how['guard'][0]}:{text.newline}{inner}"
+            if tail and not middle.endswith(("\n", "\r")):  # the last line of the script
+                return f"{head}{lead}{middle}{text.newline}{tail}".removesuffix(text.newline)
+            return f"{head}{lead}{middle}{tail}"
+
+        return make
+
+    @property
+    def _unit(self) -> str:
+        """By what the script's first block is indented."""
+        for node in (one for one in ast.walk(self.text.tree) if isinstance(one, ast.stmt)):
+            first: ast.AST | None = next(iter(getattr(node, "body", None) or []), None)
+            if isinstance(first, ast.stmt) and first.lineno > node.lineno and self.text.stands_alone(first):
+                line = self.text.data[self.text.starts[first.lineno - 1] :]
+                return line[node.col_offset : first.col_offset].decode()
+        return "    "
 
 
-def _add(made: list[Any], one: object) -> None:
-    """Two calls of ``fit`` may ask for the same change of the data set that they share."""
-    if one not in made:
-        made.append(one)
+def _reindented(code: str, make: Change) -> str:
+    """Lines of code under another indentation; those that begin within a text stay."""
+    deep = "if 1:\n" if code[:1].isspace() else ""
+    texts = [one for one in ast.walk(ast.parse(deep + code)) if isinstance(one, (ast.Constant, ast.JoinedStr))]
+    inside = {line for one in texts for line in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
+    lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", code)
+    return "".join(one if at in inside else make(one) for at, one in enumerate(lines, 1 + bool(deep)))
 
 
-def _under(lines: Iterable[cst.EmptyLine], statement: Any) -> Any:
-    """A statement with these comments and empty lines above it."""
-    return statement.with_changes(leading_lines=list(lines))
+def _start(statement: ast.stmt) -> int:
+    """The first line of a statement or of its decorators."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(one.lineno for one in decorators)])
 
 
-def _not_about(lines: Iterable[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """The lines above a statement down to the last empty one."""
-    found = list(lines)
-    while found and found[-1].comment is not None:
-        found.pop()
-    return found
+def _in_order(nodes: Sequence[_Placed]) -> list[_Placed]:
+    return sorted(nodes, key=lambda one: (one.lineno, one.col_offset))
 
 
 # Expressions: the functions are cached, so that the same change is the same object ------------------------------------
@@ -126,74 +268,29 @@ def _not_about(lines: Iterable[cst.EmptyLine]) -> list[cst.EmptyLine]:
 
 @cache
 def to(code: str) -> Change:
-    """Another expression in the place of this one."""
-    return lambda old: cst.parse_expression(code).with_changes(
-        **({"lpar": old.lpar, "rpar": old.rpar} if getattr(old, "lpar", None) else {})
-    )
+    """Another text in the place of this one."""
+    return lambda _: code
 
 
 @cache
 def around(template: str) -> Change:
     """An expression that holds this one where ``template`` says ``__``."""
-    return lambda old: matchers.replace(cst.parse_expression(template), matchers.Name("__"), old)
+    return lambda old: template.replace("__", old)
 
 
 @cache
-def called(code: str) -> Change:
-    """The same call of another function."""
-    return lambda call: call.with_changes(func=cst.parse_expression(code))
+def as_keyword(name: str, value: str | None = None, had: bool = False) -> Change:
+    """An argument under this name, "" for none; with another value. ``had``: whether it had a name."""
 
-
-@cache
-def without(places: tuple[int, ...], field: str = "args") -> Change:
-    """A call without the arguments at these places, or an import without these "names"."""
-
-    def make(node: Any) -> Any:
-        given = getattr(node, field)
-        kept = [one for place, one in enumerate(given) if place not in places]
-        if kept and len(given) - 1 in places:
-            ending = {one: getattr(given[-1], one, None) for one in ("comma", "whitespace_after_arg")}
-            kept[-1] = kept[-1].with_changes(**{one: value for one, value in ending.items() if value is not None})
-        return node.with_changes(**{field: kept})
+    def make(old: str) -> str:
+        equal, given = "=", old
+        if had:
+            _, equal, given = re.split(r"(\s*=\s*)", old, maxsplit=1)
+        return (f"{name}{equal}" if name else "") + (given if value is None else value)
 
     return make
 
 
 @cache
-def with_argument(value: str, keyword: str = "", place: int | None = None) -> Change:
-    """A call with one more argument, at the end or at a place further up."""
-
-    def make(call: Any) -> Any:
-        new = as_keyword(keyword, value)(cst.Arg(cst.Name("_")))
-        args = list(call.args)
-        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        if place is not None and place < len(args):
-            if args[place - 1].comma.whitespace_after.empty:
-                args[place - 1] = args[place - 1].with_changes(comma=comma)
-            args.insert(place, new.with_changes(comma=comma))
-        elif args:
-            last = args[-1]
-            new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-            if isinstance(last.comma, cst.Comma):  # one argument a line
-                args[-1:] = [last.with_changes(comma=args[-2].comma if len(args) > 1 else comma), new]
-            else:
-                args[-1:] = [last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace("")), new]
-        else:
-            args = [new]
-        return call.with_changes(args=args)
-
-    return make
-
-
-@cache
-def as_keyword(name: str, value: str | None = None) -> Change:
-    """An argument under this name, "" for none; with another value."""
-
-    def make(argument: Any) -> Any:
-        made = argument.with_changes(
-            keyword=cst.Name(name) if name else None,
-            equal=(argument.equal if argument.keyword else _TIGHT) if name else cst.MaybeSentinel.DEFAULT,
-        )
-        return made if value is None else made.with_changes(value=cst.parse_expression(value))
-
-    return make
+def _adding(code: str) -> Change:
+    return lambda old: old + code

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from hvdkit.prepare.check.calls import argument, has_stars, receiver
 from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single
-from hvdkit.prepare.port.edits import to, with_argument
+from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _DIST = "torch.distributed."
@@ -88,7 +89,7 @@ def _unwrap(plan: PortPlan, wraps: list[Event]) -> dict[str, str]:
             plan.change(call, to(inner))
         for node in plan.case.nodes:
             if isinstance(node, ast.Attribute) and node.attr == "module" and call in plan.case.calls(node.value):
-                plan.change(node, lambda old: old.value)
+                plan.change(node, lambda old: re.sub(r"\s*\.\s*module$", "", old))
     if not found:
         raise Unsure(1, "no DistributedDataParallel is made in this text", f"{hk}.distribute(optimizer, model)")
     return found
@@ -151,4 +152,4 @@ def _sampler(plan: PortPlan, event: Event) -> None:
         raise Unsure(call, "which arguments it gets the text does not show", "num_replicas=world.size, rank=world.rank")
     for name, value in (("num_replicas", "size"), ("rank", "rank")):
         if argument(call, name) is None:
-            plan.change(call, with_argument(f"{plan.use_world(call)}.{value}", name))
+            plan.add(call, f"{plan.use_world(call)}.{value}", name)

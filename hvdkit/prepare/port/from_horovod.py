@@ -1,15 +1,26 @@
-"""From plain Horovod: what its scripts for every framework have in common, and those for PyTorch."""
+"""From plain Horovod: what its scripts for every framework have in common, PyTorch's, and TensorFlow's."""
 
 from __future__ import annotations
 
 import ast
+from textwrap import indent
 
-from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, receiver
+from hvdkit.prepare.check.calls import (
+    FunctionNode,
+    argument,
+    arguments,
+    given_for,
+    has_stars,
+    is_constant,
+    method,
+    receiver,
+)
+from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.removed import asks_for_keras_2
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port import from_horovod_tensorflow, keras_2
-from hvdkit.prepare.port.edits import called, to, with_argument
+from hvdkit.prepare.port import keras_2
+from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _ADAPTERS = {f"horovod.{one}": one for one in ("torch", "keras", "tensorflow")} | {"horovod.tensorflow.keras": "keras"}
@@ -21,6 +32,16 @@ _SENT = {"broadcast_parameters": "params", "broadcast_optimizer_state": "optimiz
 """By Horovod's function the argument that is sent."""
 _KNOWN = {"optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor",
           "groups", "num_groups", "sparse_as_dense", "process_set"}  # fmt: skip
+_SETTINGS = ("set_memory_growth", "set_visible_devices", "keras.backend.set_session", "tensorflow.Session",
+             "builtins.len")  # fmt: skip
+_RATES = {
+    "LearningRateWarmupCallback": ("Warmup", {"steps_per_epoch": 3, "warmup_epochs": 1}),
+    "LearningRateScheduleCallback": ("LearningRateSchedule", {
+        "multiplier": 1, "start_epoch": 2, "end_epoch": 3, "staircase": 4, "steps_per_epoch": 6,
+    }),
+}  # fmt: skip
+"""By Horovod's callback hvdkit's, and the places of the arguments that both have."""
+_DROPPED = {"average_aggregated_gradients", "name"}
 
 
 def port(plan: PortPlan) -> None:
@@ -44,7 +65,7 @@ def port(plan: PortPlan) -> None:
     if plan.adapter == "torch":
         _torch(plan)
     else:
-        from_horovod_tensorflow.port(plan)
+        _tensorflow(plan)
         keras_2.port(plan)
     plan.replace_numbers("horovod.")
 
@@ -55,13 +76,13 @@ def _import(plan: PortPlan) -> None:
     for node in plan.text.tree.body:
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        if any(name.startswith("horovod.") for name in names) and plan.text.line(node) is not None:
+        if any(name.startswith("horovod.") for name in names) and plan.text.stands_alone(node):
             plan.edit("after", node, code)
             return
     plan.import_(code)
 
 
-def distribute(plan: PortPlan, call: ast.Call, names: dict[str, str]) -> None:
+def _words(plan: PortPlan, call: ast.Call, names: dict[str, str]) -> None:
     """Horovod's call becomes hvdkit's: words for constants, and these arguments under hvdkit's names."""
     given = [one.value for one in call.keywords if one.arg in ("compression", "op")]
     found = {node: word for one in given for node in plan.case.reach(one) if (word := _word(plan, node))}
@@ -74,7 +95,7 @@ def distribute(plan: PortPlan, call: ast.Call, names: dict[str, str]) -> None:
     for node, word in found.items():
         if isinstance(node, ast.expr):
             plan.change(node, to(word))
-    plan.change(call, called(f"{plan.hk}.distribute"))
+    plan.change(call.func, to(f"{plan.hk}.distribute"))
     for one in call.keywords:
         if one.arg in names:
             plan.rename(one.value, names[one.arg])
@@ -114,9 +135,9 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
         why = f"hvdkit knows no {odd[0]}=" if odd else "the text does not show which model the optimizer steps"
         raise Unsure(call, why, f"{plan.hk}.distribute(optimizer, model), which names the gradients itself")
     model = models.pop()
-    distribute(plan, call, {"num_groups": "groups"})
+    _words(plan, call, {"num_groups": "groups"})
     if named is None:
-        plan.change(call, with_argument(model, "" if call.args else "model", place=1 if call.args else None))
+        plan.add(call, model, "" if call.args else "model", place=1 if call.args else None)
     else:
         first = named in call.args or (call.args and call.keywords[0].value is named)
         plan.rename(named, "" if first else "model", model)
@@ -151,7 +172,7 @@ def _broadcasts(plan: PortPlan) -> None:
             continue
         with plan.sure():
             statement = plan.alone(call)
-            beside = plan.block(statement)
+            beside = plan.text.block(statement)
             below = beside[beside.index(statement) + 1 :][:1]
             sent = {name: call}
             if name == "broadcast_parameters":
@@ -182,3 +203,189 @@ def _broadcast(plan: PortPlan, sent: dict[str, ast.Call]) -> str:
     if roots and not is_constant(roots[0], 0):
         words.append(f"root={plan.src(roots[0])}")
     return f"{plan.hk}.broadcast_state({', '.join(words)})"
+
+
+# TensorFlow: Keras' fit and loops over a tape ------------------------------------------------------------------------
+
+
+def _tensorflow(plan: PortPlan) -> None:
+    with plan.sure():
+        _pin(plan)
+    plan.each(_distribute, plan.of("horovod.", Role.DISTRIBUTE))
+    plan.each(_callback, plan.of("horovod.", Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP))
+    for event in plan.of("horovod.", Role.LOAD_MODEL):
+        plan.leave(event.node, "Horovod's load_model wraps Keras 2's optimizers",
+            f"model = keras.models.load_model(path); {plan.hk}.distribute(model.optimizer)")  # fmt: skip
+    with plan.sure():
+        _broadcast_variables(plan)
+
+
+# Step 2 ---------------------------------------------------------------------------------------------------------------
+
+
+def _pin(plan: PortPlan) -> None:
+    """A list of GPUs or a session's settings, and the statements that use them, become ``pin_device``."""
+    case = plan.case
+    made = case.named("tensorflow.ConfigProto")
+    for event in [one for one in case.named("set_visible_devices") if one.node.args and case.kinds(one.node.args[0])]:
+        lists = [one for one in case.calls(event.node.args[0]) if case.name(one).endswith("list_physical_devices")]
+        made += [one for one in case.events if one.node in lists]
+    for event in made[:1]:
+        home = plan.statement(event.node)
+        name = ast.unparse(home.targets[0]) if isinstance(home, ast.Assign) else ""
+        beside = plan.text.block(home)
+        uses = [one for one in case.nodes if isinstance(one, ast.Name) and one.id == name]
+        parts = dict.fromkeys(next((x for x in (one, *case.ancestors(one)) if x in beside), None) for one in uses)
+        rest = [one for one in parts if one is not home]
+        if not name or not all(isinstance(one, ast.stmt) and _only_sets_up(plan, one, name) for one in rest):
+            write = f"{plan.hk}.pin_device({plan.world}), right after init"
+            raise Unsure(event.node, "what it makes is used for more than choosing a GPU", write)
+        plan.edit("swap", home, f"{plan.hk}.pin_device({plan.use_world(home)})")
+        for part in rest:
+            plan.edit("remove", part)  # type: ignore[arg-type]
+
+
+def _only_sets_up(plan: PortPlan, statement: ast.stmt, name: str) -> bool:
+    """Whether a statement only lets memory grow and chooses GPUs."""
+    if isinstance(statement, ast.Assign):
+        return ast.unparse(statement.targets[0]).startswith(f"{name}.gpu_options.")
+    names = [plan.case.name(one) for one in ast.walk(statement) if isinstance(one, ast.Call)]
+    known = all(one.endswith(_SETTINGS) or one.startswith("horovod.") for one in names)
+    plain = (ast.If, ast.For, ast.Expr)
+    return known and all(isinstance(one, plain) for one in ast.walk(statement) if isinstance(one, ast.stmt))
+
+
+# Steps 4, 3 and 5 -----------------------------------------------------------------------------------------------------
+
+
+def _distribute(plan: PortPlan, event: Event) -> None:
+    """``hvd.DistributedOptimizer`` and ``hvd.DistributedGradientTape``."""
+    call = event.node
+    gone = []
+    for one in call.keywords:
+        passes = one.arg == "backward_passes_per_step" and is_constant(one.value, 1)
+        if one.arg in _DROPPED or passes:
+            gone.append(one)
+        elif one.arg not in ("compression", "op", "gradient_predivide_factor", "sparse_as_dense", "process_set",
+                             "optimizer", "gradtape"):  # fmt: skip
+            raise Unsure(call, f"hvdkit has no {one.arg}= here", "accumulate with the optimizer's own "
+                         f"gradient_accumulation_steps=, and call {plan.hk}.distribute")  # fmt: skip
+    known = plan.case.name(call).endswith((".DistributedOptimizer", ".DistributedGradientTape"))
+    if has_stars(call) or len(call.args) > 1 or not known:
+        raise Unsure(call, "which arguments it gets the text does not show", f"{plan.hk}.distribute(optimizer)")
+    _words(plan, call, {"optimizer": "", "gradtape": ""})
+    plan.drop(call, gone)
+
+
+def _callback(plan: PortPlan, event: Event) -> None:
+    """Horovod's callbacks."""
+    call = event.node
+    if has_stars(call):
+        raise Unsure(call, "its arguments are not in the text", "give hvdkit's callback its arguments")
+    role = plan.case.role(call)
+    if role == Role.BROADCAST_CALLBACK:
+        root = argument(call, "root_rank", 0)
+        given = "" if root is None or is_constant(root, 0) else plan.src(root)
+        plan.change(call, to(f"{plan.hk}.BroadcastState({given})"))
+    elif role == Role.AVERAGE_CALLBACK:
+        plan.change(call, to(f"{plan.hk}.AverageMetrics({plan.use_world(call)})"))
+    else:
+        _rate(plan, call)
+
+
+def _rate(plan: PortPlan, call: ast.Call) -> None:
+    """A warmup or a schedule; hvdkit's have no initial rate, as they know the optimizer's."""
+    name, places = _RATES[plan.case.name(call).rpartition(".")[2]]
+    odd = [one.arg for one in call.keywords if one.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}]
+    if odd:
+        raise Unsure(call, f"hvdkit's callback has no {odd[0]}=", "leave it out, or do it in a callback of your own")
+    given = [plan.use_world(call)] if name == "Warmup" else []
+    for one, place in places.items():
+        value = argument(call, one, place)
+        if value is not None and not is_constant(value, None):
+            given.append(f"{one.removeprefix('warmup_')}={plan.src(value)}")
+    plan.change(call, to(f"{plan.hk}.{name}({', '.join(given)})"))
+    plan.notes.append(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
+
+
+# Step 5 in a loop of your own -----------------------------------------------------------------------------------------
+
+
+def _broadcast_variables(plan: PortPlan) -> None:
+    """Broadcasts after the first step of a ``tf.function`` go in front of the call that takes it."""
+    calls = [one.node for one in once(plan.of("horovod.", Role.BROADCAST))]
+    calls = [one for one in calls if plan.case.name(one).endswith("broadcast_variables")]
+    if not calls:
+        return
+    write = f"before the first step, once the model has its variables: {plan.hk}.broadcast_state(model, optimizer)"
+    model, optimizer = "", ""
+    for call in calls:
+        given = argument(call, "variables", 0)
+        holder = given.func if isinstance(given, ast.Call) else given
+        if not isinstance(holder, ast.Attribute) or holder.attr not in ("variables", "weights"):
+            raise Unsure(call, "the text does not show whose variables these are", write)
+        if any(plan.case.is_keras_optimizer(one) for one in plan.case.calls(holder.value)):
+            optimizer = plan.src(holder.value)
+        else:
+            model = plan.src(holder.value)
+    statements = [plan.alone(one) for one in calls]
+    beside = plan.text.block(statements[0])
+    around = plan.case.parents[statements[0]]
+    if not model or not all(one in beside for one in statements):
+        raise Unsure(statements[0], "the text does not show whose variables these are", write)
+    sent = f"{plan.hk}.broadcast_state({', '.join(one for one in (model, optimizer) if one)})"
+    function = plan.case.function(statements[0])
+    whole = isinstance(around, ast.If) and beside is around.body and not around.orelse and beside == statements
+    if whole and isinstance(function, ast.FunctionDef) and isinstance(around, ast.If):
+        _before_first_step(plan, around, function, model, sent, write)
+    elif any("function" in ast.unparse(one) for one in getattr(function, "decorator_list", [])):
+        raise Unsure(statements[0], "it is inside of a tf.function, where hvdkit cannot send", write)
+    else:
+        plan.edit("swap", statements[0], sent)
+        for one in statements[1:]:
+            plan.edit("remove", one)
+
+
+def _before_first_step(
+    plan: PortPlan, around: ast.If, function: ast.FunctionDef, model: str, sent: str, write: str
+) -> None:
+    """``if first_batch:`` in the step becomes the same condition in front of the calls of the step."""
+    parameters = [*function.args.args, *function.args.kwonlyargs]
+    flag = next((one for one in parameters if ast.unparse(around.test) == one.arg), None)
+    calls = plan.case.calls_of.get(function, [])
+    if flag is None or not calls or not plan.text.stands_alone(around):
+        raise Unsure(around, "the text does not show which step is the first", write)
+    made = []
+    for call in calls:
+        given = given_for(function, flag, call)
+        if len(given) != 1:
+            raise Unsure(call, "the text does not show whether it is the first step", write)
+        if is_constant(given[0], False):
+            continue
+        statement = plan.statement(call)
+        names = {word.split(".")[0] for word in sent[:-1].split("(")[1].split(", ")}
+        here, there = plan.case.scope(call), plan.case.scope(around)
+        if any(plan.case.lookup(one, here) is not plan.case.lookup(one, there) for one in names):
+            raise Unsure(call, "the model or the optimizer is not known where the step is called", write)
+        lines = [f"{build}  # makes its variables"] if (build := _built(plan, function, call, model)) else []
+        code = "\n".join([*lines, sent])
+        if not is_constant(given[0], True):
+            code = f"if {plan.src(given[0])}:\n" + indent(code, "    ")
+        made.append((statement, code))
+    for statement, code in made:
+        plan.edit("before", statement, code)
+    plan.edit("remove", around)
+
+
+def _built(plan: PortPlan, function: FunctionNode, call: ast.Call, model: str) -> str:
+    """A call of the model with what the step gives it, "" where that is not known outside of the step."""
+    inside = [one for one in ast.walk(function) if isinstance(one, ast.Call) and ast.unparse(one.func) == model]
+    if not inside or not inside[0].args or not isinstance(inside[0].args[0], ast.Name):
+        return ""
+    first = inside[0].args[0]
+    parameter = next((one for one in function.args.args if one.arg == first.id), None)
+    if parameter is not None:
+        given = given_for(function, parameter, call)
+        return f"{model}({plan.src(given[0])})" if len(given) == 1 else ""
+    known = plan.case.lookup(first.id, plan.case.scope(first)) is plan.case.lookup(first.id, plan.case.scope(call))
+    return f"{model}({first.id})" if known else ""

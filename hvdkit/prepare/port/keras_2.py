@@ -8,7 +8,7 @@ import re
 from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.calls import argument, has_stars, is_constant, method
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import to, without
+from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _IMAGES = "keras.preprocessing.image"
@@ -34,9 +34,8 @@ def port(plan: PortPlan) -> None:
 
 def _compile(plan: PortPlan, event: Event) -> None:
     call = event.node
-    places = [at for at, one in enumerate(call.keywords, len(call.args)) if one.arg == "experimental_run_tf_function"]
-    if places and not has_stars(call):
-        plan.change(call, without(tuple(places)))
+    if not has_stars(call):
+        plan.drop(call, [one for one in call.keywords if one.arg == "experimental_run_tf_function"])
 
 
 def _generator(plan: PortPlan, event: Event) -> None:
@@ -46,7 +45,7 @@ def _generator(plan: PortPlan, event: Event) -> None:
     if len(call.args) > 1 or odd or has_stars(call) or not isinstance(call.func, ast.Attribute):
         raise Unsure(call, f"`{method(call)}` has arguments that Keras 3's method has not",
                      f"call {method(call).removesuffix('_generator')} with x= and keywords")  # fmt: skip
-    plan.change(call.func, lambda old: old.with_changes(attr=old.attr.with_changes(value=method(call).split("_")[0])))
+    plan.change(call.func, lambda old: old.removesuffix("_generator"))
     given = argument(call, "generator")
     if given is not None:
         plan.rename(given, "x")

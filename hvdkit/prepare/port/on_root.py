@@ -8,7 +8,6 @@ import re
 from hvdkit.prepare.check.calls import argument, arguments, method, receiver
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import with_argument
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _TRACKERS = r"(wandb|mlflow|neptune|comet_ml|clearml|aim|swanlab|dvclive)\."
@@ -58,7 +57,7 @@ def port(plan: PortPlan) -> None:
     for event in plan.case.events:
         if _BARS.fullmatch(plan.case.name(event.node)) and event.reached and argument(event.node, "disable") is None:
             with plan.sure():
-                plan.change(event.node, with_argument(f"not {plan.use_world(event.node)}.is_root", "disable"))
+                plan.add(event.node, f"not {plan.use_world(event.node)}.is_root", "disable")
 
 
 def _saves(plan: PortPlan, call: ast.Call) -> bool:
@@ -85,7 +84,7 @@ def _statements(plan: PortPlan, node: ast.expr, blamed: ast.Call, depth: int = 0
     """The statements that use what a call makes, and do nothing else: on the other ranks they are left out."""
     case, name = plan.case, ast.unparse(blamed.func)
     statement = case.statement(node)
-    if statement is not None and plan.text.line(statement) is None:
+    if not plan.text.stands_alone(statement):
         outer = case.parents[statement]  # `if x: print(x)` on one line
         statement = outer if isinstance(outer, ast.If) and not outer.orelse else statement
     statement = plan.statement(statement or node)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
-import libcst as cst
-
-from hvdkit.prepare.check.calls import FunctionNode, method
+from hvdkit.prepare.check.calls import FunctionNode, arguments, method
 from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import Change, Edits, around, as_keyword, to, with_argument
-from hvdkit.prepare.port.text import ScriptText
+from hvdkit.prepare.port.edits import Change, Edits, ScriptText, around, as_keyword, to
 
 _NUMBERS = {one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")}
 _NUMBERS |= {"get_rank": "rank", "get_world_size": "size"}
@@ -63,7 +59,7 @@ class PortPlan:
     def __init__(self, text: ScriptText) -> None:
         self.text = text
         self.case = JudgedCase(text.tree)
-        self.edits = Edits(text.module)
+        self.edits = Edits(text)
         self.left: list[Left] = []
         self.notes: list[str] = []
         self.adapter = ""
@@ -101,8 +97,9 @@ class PortPlan:
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement of a node, standing alone on its lines in a block; ``Unsure`` where it shares its line."""
         found = self.case.statement(node)
-        self._line(found or node)
-        return cast(ast.stmt, found)
+        if not isinstance(found, ast.stmt) or not self.text.stands_alone(found):
+            raise Unsure(node, "it shares its line with another statement", "put it on a line of its own")
+        return found
 
     def alone(self, call: ast.Call) -> ast.Expr:
         """The statement that is nothing but a call; ``Unsure`` where the call is part of something larger."""
@@ -120,26 +117,31 @@ class PortPlan:
         return None
 
     def change(self, node: ast.expr, make: Change) -> None:
-        """Change an expression; ``Unsure`` where LibCST does not show it as one."""
-        self._change(node, self.text.expression(node), make, "line")
+        """Change an expression."""
+        self.edits.change(self.text.piece(node), make)
 
     def rename(self, node: ast.expr, keyword: str, value: str | None = None) -> None:
-        """Give an argument this keyword, "" for none, and another value; ``Unsure`` as ``change``."""
-        self._change(node, self.text.argument(node), as_keyword(keyword, value), "call")
+        """Give an argument this keyword, "" for none, and another value."""
+        named = self.case.parents[node]
+        had = isinstance(named, ast.keyword)
+        piece = self.text.piece(named if isinstance(named, ast.keyword) else node, level=1)
+        self.edits.change(piece, as_keyword(keyword, value, had))
 
-    def _change(self, node: ast.expr, found: cst.CSTNode | None, make: Change, where: str) -> None:
-        if found is None:
-            raise Unsure(node, f"`{ast.unparse(node)}` cannot be told apart in its {where}", "change it by hand")
-        self.edits.change(found, make)
+    def add(self, call: ast.Call, value: str, keyword: str = "", place: int | None = None) -> None:
+        """Give a call one more argument, at the end or at a place further up; ``Unsure`` of ``f(x for x in y)``."""
+        given = arguments(call)
+        if given and self.text.piece(given[-1]).end == self.text.piece(call).end:
+            raise Unsure(call, "its argument is a generator that has no brackets of its own", "add them")
+        self.edits.add(call, f"{keyword}={value}" if keyword else value, place)
+
+    def drop(self, call: ast.Call, gone: Sequence[ast.AST]) -> None:
+        """Take arguments out of a call."""
+        if gone:
+            self.edits.drop([*call.args, *call.keywords], gone)
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
         """Change a statement as a whole: see ``Edits.edit``; ``Unsure`` where it shares its line."""
-        self.edits.edit(how, self._line(statement), code)
-
-    def _line(self, statement: ast.AST) -> cst.CSTNode:
-        if (line := self.text.line(statement)) is None:
-            raise Unsure(statement, "it shares its line with another statement", "put it on a line of its own")
-        return line
+        self.edits.edit(how, self.statement(statement), code)
 
     def leave(self, node: ast.AST | int, why: str, write: str) -> None:
         """List what stays."""
@@ -148,12 +150,6 @@ class PortPlan:
     def src(self, node: ast.AST) -> str:
         """The text of an expression."""
         return self.text.source(node)
-
-    def block(self, statement: ast.AST) -> list[ast.stmt]:
-        """The statements among which one stands."""
-        parent = self.case.parents[statement]
-        blocks = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
-        return next((one for one in blocks if isinstance(one, list) and statement in one), [])
 
     # The topology ---------------------------------------------------------------------------------------------------
 
@@ -253,8 +249,8 @@ class PortPlan:
 
     def first_step(self, home: ast.stmt, event: Event) -> ast.stmt | None:
         """The statement beside ``home`` in which the first training step after an event happens, through calls."""
-        beside = self.block(home)
-        below = [one for one in beside[beside.index(home) + 1 :] if self.text.line(one) is not None]
+        beside = self.text.block(home)
+        below = [one for one in beside[beside.index(home) + 1 :] if self.text.stands_alone(one)]
         steps = (one for one in self.case.steps if one.order > event.order and one.reached)
         nodes = (node for step in steps for node in (step.node, *step.stack))
         outward = (one for node in nodes for one in (node, *self.case.ancestors(node)))
@@ -264,7 +260,7 @@ class PortPlan:
         """Steps 4 and 5 of a PyTorch optimizer: below the statement that makes it, and above the first step."""
         optimizer = self.src(home.targets[0])
         first = self.first_step(home, event)
-        beside = self.block(home)
+        beside = self.text.block(home)
         before = beside[: beside.index(first or home)]
         copies = dict.fromkeys(self.src(one) for statement in before for one in _copies_of(statement, model))
         sent = "\n".join(f"{self.hk}.broadcast_state({one})" for one in (f"{model}, {optimizer}", *copies))
@@ -282,7 +278,7 @@ class PortPlan:
             scaled: code with ``{}`` for the rate.
         """
         if rate is None:
-            self.change(call, with_argument(scaled.format(default), keyword))
+            self.add(call, scaled.format(default), keyword)
         elif not self.case.has_size(rate, through=True):
             self.change(rate, around(scaled.format("__")))
 

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from textwrap import fill
 
-import libcst as cst
-
 from hvdkit.common.units import count_text
 from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.steps import UNDECIDED
 from hvdkit.prepare.port import from_ddp, from_horovod, from_single
-from hvdkit.prepare.port.edits import Edits, without
+from hvdkit.prepare.port.edits import Edits, ScriptText
 from hvdkit.prepare.port.plan import Left, PortPlan, Unsure
-from hvdkit.prepare.port.text import ScriptText
 
 _FROM = {"horovod": from_horovod.port, "ddp": from_ddp.port, "none": from_single.port}
 _NAMES = {"horovod": "plain Horovod", "ddp": "PyTorch DDP", "none": "one process", "hvdkit": "hvdkit"}
@@ -105,21 +102,26 @@ def port(text: ScriptText) -> Ported:
 
 
 def _parsed(path: str, content: bytes) -> ScriptText:
-    return ScriptText(path, content, ast.parse(content))
+    try:
+        return ScriptText(path, content, ast.parse(content))
+    except SyntaxError as error:
+        raise Unsure(
+            1, f"the changes do not fit its text (line {error.lineno})", "port it by docs/migrate.md"
+        ) from error
 
 
 def _tidy(before: ScriptText, after: ScriptText) -> bytes:
     """A ported script without the imports of Horovod and DDP that its changes, and not its owner, have left unused."""
     gone = _used(before.tree) - _used(after.tree)
-    edits = Edits(after.module)
+    edits = Edits(after)
     for statement in (one for one in ast.walk(after.tree) if isinstance(one, (ast.Import, ast.ImportFrom))):
-        line = after.line(statement)
         base = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
-        unused = [at for at, one in enumerate(statement.names) if _is_gone(base, one, gone)]
-        if line is not None and len(unused) == len(statement.names):
-            edits.edit("remove", line)
-        elif line is not None and unused:
-            edits.change(cst.ensure_type(line, cst.SimpleStatementLine).body[0], without(tuple(unused), "names"))
+        unused = [one for one in statement.names if _is_gone(base, one, gone)]
+        if unused and after.stands_alone(statement):
+            if len(unused) == len(statement.names):
+                edits.edit("remove", statement)
+            else:
+                edits.drop(statement.names, unused)
     return edits.made() if edits else after.content
 
 

@@ -53,7 +53,7 @@ def main():
     x = torch.randn(96, 8)
     data = TensorDataset(x, (x.sum(1) > 0).long())
     kwargs = {"batch_size": args.batch_size}
-    train_loader = hk.shard(data,  world, **{"shuffle": False, **kwargs})  # in the order of the file
+    train_loader = hk.shard(data, world,  **{"shuffle": False, **kwargs})  # in the order of the file
     test_loader = DataLoader(data, batch_size=32)
     model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=hk.scale_lr(args.lr, world), momentum=0.9)

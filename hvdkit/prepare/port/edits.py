@@ -247,8 +247,14 @@ class Edits:
 def _reindented(code: str, make: Change) -> str:
     """Lines of code under another indentation; those that begin within a text stay."""
     deep = "if 1:\n" if code[:1].isspace() else ""
-    texts = [one for one in ast.walk(ast.parse(deep + code)) if isinstance(one, (ast.Constant, ast.JoinedStr))]
-    inside = {line for one in texts for line in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
+    inside: set[int] = set()
+    begun: list[int] = []
+    for token in tokenize.generate_tokens(io.StringIO(deep + code).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            begun.append(token.start[0])
+        elif kind in ("STRING", "FSTRING_END"):
+            inside |= set(range((begun.pop() if kind == "FSTRING_END" else token.start[0]) + 1, token.end[0] + 1))
     lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", code)
     return "".join(one if at in inside else make(one) for at, one in enumerate(lines, 1 + bool(deep)))
 

@@ -12,8 +12,6 @@ import pytest
 from hvdkit import cli
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
-
-
 from hvdkit.prepare.port import edits, run
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,6 @@ from hvdkit.prepare.trial import attempt as trial
 from hvdkit.steps import trial as trials
 from hvdkit.steps.trial import Trial, TrialRecording, WantedTrial
 
-
 SCRIPT = """\
 import torch
 model = torch.nn.Linear(2, 1)

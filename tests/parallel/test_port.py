@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 from ranks import on_ranks
 
-
 from hvdkit.prepare.port import edits, run
 from hvdkit.prepare.trial import as_script
 from hvdkit.prepare.trial import attempt as trial

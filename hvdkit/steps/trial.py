@@ -62,7 +62,7 @@ class TrialRecording:
     """What a rank's script did.
 
     Attributes:
-        events: what its loaders gave, in order: {"batch": form} with the places of its arrays, {"unknown": type}, or
+        events: what its loaders gave, in order: {"batch": its form and its arrays}, {"unknown": type}, or
             {"end": True}.
         steps: of each optimizer step: "digest" and "start" of the optimizer's weights, after it and before its first,
             as digests of all their bits; its "rate", None where that is no number; "finite"; "drew": random numbers
@@ -112,61 +112,64 @@ class _Unknown(Exception):  # noqa: N818 - it becomes an event
     """A batch holds something that cannot be written down."""
 
 
-def _packed(value: Any, arrays: dict[str, Array]) -> Any:
-    """A batch's form as JSON, its arrays put beside the others."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"is": value}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_packed(one, arrays) for one in value]}
-    if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _packed(one, arrays) for key, one in value.items()}}
-    library = type(value).__module__.split(".")[0]
-    try:
-        array = np.asarray(value.detach().cpu().numpy() if library == "torch" else value.numpy())
-    except (AttributeError, TypeError, NotImplementedError, RuntimeError):
-        if not isinstance(value, np.ndarray):
-            raise _Unknown(type(value).__name__) from None
-        array = value
-    if array.dtype.kind == "O":
-        array = array.astype("S")  # TensorFlow's strings
-    if array.dtype.kind not in "biufcS":
-        raise _Unknown(f"{type(value).__name__} of {array.dtype}")
-    name = f"b{sum(one.startswith('b') for one in arrays)}"
-    arrays[name] = np.array(array)
-    return {library: name}
+def _packed(value: Any, arrays: dict[str, Array]) -> dict[str, Any]:
+    """A batch as JSON: its "form", and the names of its "arrays", which are put beside the others."""
+    names: list[str] = []
+
+    def form(part: Any) -> dict[str, Any]:
+        if part is None or isinstance(part, (bool, int, float, str)):
+            return {"is": part}
+        if type(part) in (list, tuple):
+            return {type(part).__name__: [form(one) for one in part]}
+        if type(part) is dict and all(isinstance(key, str) for key in part):
+            return {"dict": {key: form(one) for key, one in part.items()}}
+        library = type(part).__module__.split(".")[0]
+        try:
+            array = np.asarray(part.detach().cpu().numpy() if library == "torch" else part.numpy())
+        except (AttributeError, TypeError, NotImplementedError, RuntimeError):
+            if not isinstance(part, np.ndarray):
+                raise _Unknown(type(part).__name__) from None
+            array = part
+        if array.dtype.kind == "O":
+            array = array.astype("S")  # TensorFlow's strings
+        if array.dtype.kind not in "biufcS":
+            raise _Unknown(f"{type(part).__name__} of {array.dtype}")
+        names.append(f"b{sum(one.startswith('b') for one in arrays)}")
+        arrays[names[-1]] = np.array(array)
+        return {"array of": library}
+
+    return {"form": form(value), "arrays": names}
 
 
-def _unpacked(form: dict[str, Any], arrays: dict[str, Array]) -> Any:
-    ((kind, value),) = form.items()
-    if kind == "is":
-        return value
-    if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(_unpacked(one, arrays) for one in value)
-    if kind == "dict":
-        return {key: _unpacked(one, arrays) for key, one in value.items()}
-    array = arrays[value]
-    if kind == "torch":
-        import torch
+def _unpacked(batch: dict[str, Any], arrays: dict[str, Array]) -> Any:
+    left = (arrays[name] for name in batch["arrays"])
 
-        return torch.from_numpy(array.copy())
-    if kind == "tensorflow":
-        import tensorflow as tf
+    def value(form: dict[str, Any]) -> Any:
+        ((kind, inside),) = form.items()
+        if kind == "is":
+            return inside
+        if kind in ("list", "tuple"):
+            return (list if kind == "list" else tuple)(map(value, inside))
+        if kind == "dict":
+            return {key: value(one) for key, one in inside.items()}
+        array = next(left)
+        if inside == "torch":
+            import torch
 
-        return tf.constant(array)
-    return array.copy()
+            return torch.from_numpy(array.copy())
+        if inside == "tensorflow":
+            import tensorflow as tf
+
+            return tf.constant(array)
+        return array.copy()
+
+    return value(batch["form"])
 
 
-def _samples(form: dict[str, Any], arrays: dict[str, Array]) -> list[Array]:
+def _samples(batch: dict[str, Any], arrays: dict[str, Array]) -> list[Array]:
     """A digest of each sample's part of each array in a batch; none of arrays that have no row for each sample."""
-    ((kind, value),) = form.items()
-    if kind == "is":
-        return []
-    if kind in ("list", "tuple", "dict"):
-        inside = value.values() if kind == "dict" else value
-        found = [one for each in inside for one in _samples(each, arrays)]
-        return [one for one in found if len(one) == len(found[0])]
-    rows = np.ascontiguousarray(arrays[value])
-    return [np.array([digest(row) for row in rows], dtype=np.int64)] if rows.ndim else []
+    rows = [np.ascontiguousarray(arrays[name]) for name in batch["arrays"] if arrays[name].ndim]
+    return [np.array([digest(row) for row in one], dtype=np.int64) for one in rows if len(one) == len(rows[0])]
 
 
 def union(ranks: Sequence[TrialRecording]) -> tuple[TrialRecording, str]:
@@ -205,37 +208,22 @@ def on_same_batches(ranks: Sequence[TrialRecording]) -> bool:
 
 
 def _joined(packs: Sequence[tuple[dict[str, Any], dict[str, Array]]], arrays: dict[str, Array]) -> dict[str, Any]:
-    """The ranks' packed values as one, arrays one after the other; new arrays go into ``arrays``."""
-    forms = [form for form, _ in packs]
-    kinds = {kind for form in forms for kind in form}
-    values = [next(iter(form.values())) for form in forms]
-    (kind, *others) = kinds
-    if others or (kind in ("list", "tuple", "dict") and len({len(value) for value in values}) > 1):
+    """The ranks' batches as one, arrays one after the other; new arrays go into ``arrays``."""
+    form = packs[0][0]["form"]
+    if any(batch["form"] != form for batch, _ in packs):
         raise _Unknown("they have different forms")
-    if kind == "is":
-        if any(value != values[0] for value in values):
-            raise _Unknown(f"{values[0]!r} here is {values[1]!r} there")
-        return forms[0]
-    if kind == "dict":
-        return {kind: {key: _joined([(value[key], one) for value, (_, one) in zip(values, packs, strict=True)], arrays)
-                       for key in values[0]}}  # fmt: skip
-    if kind in ("list", "tuple"):
-        beside = zip(*values, strict=True)
-        return {kind: [_joined([(value, one) for value, (_, one) in zip(row, packs, strict=True)], arrays)
-                       for row in beside]}  # fmt: skip
-    parts = [one[value] for value, (_, one) in zip(values, packs, strict=True)]
-    if len(parts) > 1 and (parts[0].ndim == 0 or len({part.shape[1:] for part in parts}) > 1):
-        raise _Unknown(f"arrays of the shapes {', '.join(str(part.shape) for part in parts)}")
-    name = f"b{len(arrays)}"
-    arrays[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    return {kind: name}
+    names: list[str] = []
+    for parts in zip(*([one[name] for name in batch["arrays"]] for batch, one in packs), strict=True):
+        if len(parts) > 1 and (parts[0].ndim == 0 or len({part.shape[1:] for part in parts}) > 1):
+            raise _Unknown(f"arrays of the shapes {', '.join(str(part.shape) for part in parts)}")
+        names.append(f"b{len(arrays)}")
+        arrays[names[-1]] = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return {"form": form, "arrays": names}
 
 
-def _digest(form: dict[str, Any], arrays: dict[str, Array]) -> int:
+def _digest(batch: dict[str, Any], arrays: dict[str, Array]) -> int:
     """Of a batch: its form and the bits of its arrays."""
-    found: dict[str, Array] = {}
-    same = _joined([(form, arrays)], found)
-    return hash((json.dumps(same), *(digest(one) for one in found.values())))
+    return hash((json.dumps(batch["form"]), *(digest(arrays[name]) for name in batch["arrays"])))
 
 
 # The script's process -------------------------------------------------------------------------------------------------
@@ -323,10 +311,8 @@ class Trial:
             if not event:
                 self.finish()
             same = set(event) == set(own)
-            if same and "batch" in event:
-                same = _digest(event["batch"], self._given.arrays) == _digest(own["batch"], arrays)
-                value = _unpacked(event["batch"], self._given.arrays)
-            elif "batch" in event:
+            if "batch" in event:
+                same = same and _digest(event["batch"], self._given.arrays) == _digest(own["batch"], arrays)
                 value = _unpacked(event["batch"], self._given.arrays)
             self.made.same = same and self.made.same is not False
         if "end" in event:

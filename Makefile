@@ -14,7 +14,7 @@ FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What the tests need beside the demo's; without deepspeed (which brings PyTorch) where FRAMEWORKS leaves PyTorch out.
 # libraries: what users train with on top of PyTorch; deliberately not in constraints.txt, so that the newest ones are tested.
-EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,tensorboard,libraries,dev,docs
+EXTRAS ?= mpi,examples,data,report,analysis,deepspeed,tensorboard,libraries,dev,docs
 LEFT_OUT ?= parallel or slow
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -59,7 +59,7 @@ $(DEMO): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hvdkit needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) pip setuptools wheel
-	$(PIP) $(FRAMEWORKS) --editable ".[mpi,examples,port,report,analysis]"
+	$(PIP) $(FRAMEWORKS) --editable ".[mpi,examples,report,analysis]"
 	touch $@
 
 $(READY): $(DEMO)

@@ -142,6 +142,7 @@ def _packed(value: Any, arrays: dict[str, Array]) -> dict[str, Any]:
 
 
 def _unpacked(batch: dict[str, Any], arrays: dict[str, Array]) -> Any:
+    """The batch as its loader gave it."""
     left = (arrays[name] for name in batch["arrays"])
 
     def value(form: dict[str, Any]) -> Any:

@@ -116,6 +116,7 @@ def _init(case: Case) -> Verdict:
 
 
 def _pin(case: Case) -> Verdict:
+    """Whether a GPU is chosen by a rank, where one is used."""
     lines = [*case.lines(case.having(Role.PIN, Role.FIT)), *(node.lineno for node in device_choices(case))]
     if lines:
         return _done(lines)
@@ -194,6 +195,7 @@ def _names_gpu(case: Case, node: ast.Constant) -> bool:
 
 
 def _learning_rate(case: Case) -> Verdict:
+    """Whether the number of processes is in every optimizer's rate, or in what sets it later."""
     changes = list(_rate_changes(case))
     elsewhere = [line for line, is_scaled, _ in changes if is_scaled]
     scaled = [*case.lines(case.having(Role.SCALE)), *elsewhere]
@@ -502,6 +504,7 @@ def _shard(case: Case) -> Verdict:
 
 
 def _steps_per_epoch(case: Case) -> Verdict:
+    """Whether the steps of an epoch are divided by the number of processes, or follow from the parts."""
     if forgotten := _undivided_lines(case):
         return _missing(forgotten)
     divided = [event.node.lineno for event in case.fits if _divides_fit(case, event)]

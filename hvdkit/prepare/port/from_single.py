@@ -273,6 +273,7 @@ def _download(plan: PortPlan, event: Event) -> None:
 
 
 def _tensorflow(plan: PortPlan) -> None:
+    """Steps 3, 4, 5 and 7, of ``fit`` or of a tape."""
     case = plan.case
     made = [one for one in case.optimizers if one.reached]
     inner = {call for one in made for given in arguments(one.node) for call in case.calls(given)}

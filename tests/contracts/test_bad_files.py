@@ -45,11 +45,9 @@ READS = {
     "explain": [["explain", "BAD"]],
     "timeline summary": [["timeline", "summary", "BAD"]],
     "timeline report": [["timeline", "report", "BAD", "-o", "r.html"]],
-    "timeline slice": [["timeline", "slice", "BAD", "--steps", "1..2", "--output", "o.json"]],
     "diff": [["diff", "BAD", "GOOD"], ["diff", "GOOD", "BAD"], ["diff", "BAD", "BAD"]],
     "timeline merge": [["timeline", "merge", place, other, "--output", "m.json"]
                        for place, other in (("BAD", "GOOD"), ("GOOD", "BAD"))],
-    "timeline export": [["timeline", "export", "BAD", "--output", "o.csv"]],
     "trace summary": [["trace", "summary", "BAD"]],
     "mpi-profile show": [["mpi-profile", "show", "BAD"]],
 }  # fmt: skip

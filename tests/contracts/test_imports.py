@@ -269,7 +269,7 @@ from hvdkit import cli
 failed = [words for words in sys.argv[2:] if cli.run(words.split())]
 sys.exit(f"failed: {failed}" if failed else 0)
 """
-EXTRAS = "scipy,matplotlib,jinja2,h5py,perfetto,sklearn,mpi4py,torch,tensorflow,keras,horovod"
+EXTRAS = "scipy,matplotlib,jinja2,h5py,sklearn,mpi4py,torch,tensorflow,keras,horovod"
 
 
 def command_lines(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[str]:

@@ -246,8 +246,6 @@ def test_mpiruns_names_of_options(capsys):
         "check gone.py",
         "timeline summary gone",
         "timeline report gone -o r.html",
-        "timeline slice gone --since 0 -o part",
-        "timeline export gone -o r.csv",
         "diff gone gone",
         "timeline merge gone gone -o both",
         "trace summary gone",

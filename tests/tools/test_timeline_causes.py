@@ -50,6 +50,7 @@ SKEW = Skew(50, every(5000.0), [RankSkew(0, 26, every(4000.0), 300.0), RankSkew(
 HEALTHY = TimelineSummary(
     path="timeline.json",
     start_time_since_epoch=0,
+    origin=0.0,
     since=0.0,
     until=1e7,
     events=1,

@@ -9,13 +9,17 @@ from hvdkit.common.commands import group_of, print_any_name
 SUBCOMMANDS = {
     "summary": ("hvdkit.read.timeline.commands:summary", "Where the time went, in numbers, and what to try."),
     "report": ("hvdkit.read.timeline.commands:report", "Write one HTML page, to zoom into."),
-    "slice": ("hvdkit.read.timeline.commands:slice_", "Write part of it to its own file."),
     "merge": ("hvdkit.read.trace.commands:merge", "Merge it with a trace of torch.profiler."),
-    "export": ("hvdkit.read.timeline.commands:export", "Write it for Perfetto, or as a CSV table."),
+}
+
+_MOVED = {
+    "diff": "hvdkit diff A B",
+    "slice": "hvdkit timeline summary FILE --since S --until S",
+    "export": "open the file itself in https://ui.perfetto.dev",
 }
 
 
-@click.group(cls=group_of(SUBCOMMANDS, moved={"diff": "hvdkit diff A B"}))
+@click.group(cls=group_of(SUBCOMMANDS, moved=_MOVED))
 def timeline() -> None:
     """Read a timeline of Horovod (HOROVOD_TIMELINE): where did the time go, and what to try?
 

@@ -54,6 +54,8 @@ class TimelineColumns:
         cycles: when each marked cycle started.
         setup: (n, 2) start and end of INIT_NCCL, once for each tensor of its batch.
         dropped: reason to number of events that could not be used.
+        events: of the whole file.
+        origin: when the first operation or cycle of the file began; Horovod counts from its start or the machine's.
     """
 
     tensors: list[Tensor]
@@ -73,6 +75,7 @@ class TimelineColumns:
     setup: Floats
     dropped: Counter[str]
     events: int
+    origin: float
 
     def rows_by_tensor(self) -> list[NDArray[np.intp]]:
         """The rows of each of ``tensors``, in order of time."""
@@ -175,6 +178,7 @@ class _Collector:
         for table in (times, ids, durations):
             for column in table.T:  # a column at a time: a second copy of the whole would double the memory
                 column[:] = column[order]
+        cycles = np.frombuffer(self.cycles, np.float64)
         return TimelineColumns(
             tensors=self.tensors,
             tensor=ids[:, 0],
@@ -189,10 +193,11 @@ class _Collector:
             tick_row=place[ticks[:, 0]],
             tick_rank=ticks[:, 1],
             tick_late=np.frombuffer(self.lates, np.float64),
-            cycles=np.frombuffer(self.cycles, np.float64),
+            cycles=cycles,
             setup=np.frombuffer(self.setup, np.float64).reshape(-1, 2),
             dropped=recording.dropped,
             events=recording.events,
+            origin=min((float(one[0]) for one in (times[:, 0], np.sort(cycles)) if len(one)), default=0.0),
         )
 
 

@@ -1,21 +1,17 @@
-"""The commands ``hvdkit timeline summary``, ``report``, ``slice`` and ``export``."""
+"""The commands ``hvdkit timeline summary`` and ``report``."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import click
 
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, with_options
-from hvdkit.common.table import Page
 from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
-from hvdkit.read.timeline.export import export as write_export
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS
 from hvdkit.read.timeline.reader import read
-from hvdkit.read.timeline.slicing import slice_timeline
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
 OF_THE_JOB = (
@@ -33,7 +29,7 @@ OF_THE_JOB = (
 
 @click.command()
 @click.argument("file", type=PATH)
-@click.option("--since", type=float, metavar="SECONDS", help="Only what began at this time of the recording or later.")
+@click.option("--since", type=float, metavar="SECONDS", help="Only what began so long after the first event, or later.")
 @click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
 @click.option("--step", type=AT_LEAST_0, metavar="K", help="Only what began in this training step, from 0.")
 @click.option("--top", type=AT_LEAST_0, metavar="N", help="Tensors to list  [default: 10; all with --json]")
@@ -102,69 +98,4 @@ def report(file: Path, output: Path, **shown: Any) -> int:
     recording = read(file)
     render.write(output, lambda: render_report(recording, **shown), file)
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
-    return 0
-
-
-def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
-    if value is None:
-        return None
-    found = re.fullmatch(r"([0-9]{1,12})(?:\.\.([0-9]{1,12}))?", value)
-    if found is None or int(found[2] or found[1]) < int(found[1]):
-        raise click.BadParameter(f"expected A..B with A at most B, such as 100..119, or one step, got {value!r}.")
-    return int(found[1]), int(found[2] or found[1])
-
-
-@click.command("slice")
-@click.argument("file", type=PATH)
-@click.option(
-    "--since", type=float, metavar="SECONDS", help="Keep operations that began at this time of the recording or later."
-)
-@click.option("--until", type=float, metavar="SECONDS", help="Keep operations that began before this time.")
-@click.option(
-    "--steps", callback=_steps, metavar="A..B", help="Keep training steps A to B, inclusive; the first one is 0."
-)
-@click.option("-o", "--output", type=PATH, required=True, metavar="OUT.json[.gz]", help="The file to write.")
-@click.option("--json", "form", flag_value="json", help="Print what was written as one JSON object.")
-def slice_(
-    file: Path, since: float | None, until: float | None, steps: tuple[int, int] | None, output: Path, form: str | None
-) -> int:
-    """Write part of a timeline to its own file, for viewers that cannot open all of it.
-
-    Operations that began in the part are kept whole, with the times that they have in the source.
-
-    \b
-    Examples:
-      hvdkit timeline slice timeline.json --since 60 --until 70 -o minute.json
-      hvdkit timeline slice timeline.json.gz --steps 100..119 -o steps.json.gz
-
-    Exit status: 0 success, 1 nothing in that part, 2 for bad usage or no such file.
-    """
-    if since is None and until is None and steps is None:
-        raise click.UsageError("Say which part: --since, --until or both, or --steps.")
-    written = slice_timeline(file, output, since=since, until=until, steps=steps)
-    end = "the end" if written.until is None else f"{written.until:g} s"
-    said = f"{written.operations} operations, {written.events} events, from {written.since:g} s to {end}"
-    Page([f"{written.path}: {said}"]).print(form, written)
-    return 0
-
-
-@click.command()
-@click.argument("file", type=PATH)
-@click.option("-o", "--output", type=PATH, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
-@click.option("--json", "form", flag_value="json", help="Print what was written as one JSON object.")
-def export(file: Path, output: Path, form: str | None) -> int:
-    """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.
-
-    The output's suffix decides. .pftrace has a track for each tensor, with its negotiation below it, and one for
-    the cycles. .csv has a row for each operation, with the microseconds of every phase. .gz may follow.
-
-    \b
-    Examples:
-      hvdkit timeline export timeline.json -o timeline.pftrace
-      hvdkit timeline export timeline.json -o operations.csv
-
-    Exit status: 0 success, 1 no operation in it, 2 for bad usage or no such file.
-    """
-    written = write_export(file, output)
-    Page([f"{written.path}: {written.operations} operations of {written.tensors} tensors"]).print(form, written)
     return 0

@@ -33,6 +33,7 @@ class Lanes:
     """The operations of a window, in the order in which they began; times in microseconds.
 
     Attributes:
+        origin: when the recording began, from which people count.
         first, last: the window that was asked for.
         chosen: in words, which part of the recording it is.
         shown_until: up to where it is complete: ``last``, or less where it holds too many operations.
@@ -42,6 +43,7 @@ class Lanes:
         steps: number and start of the steps that start in it.
     """
 
+    origin: float
     first: float
     last: float
     chosen: str
@@ -69,13 +71,13 @@ def choose_window(
 
     Args:
         summary: of the whole recording.
-        since, until: seconds since the recording started.
+        since, until: seconds since the first event of the recording.
         step: a training step, from 0. Without any of the three: some steps of usual length, or everything.
     Raises:
         InvalidArgumentError: there is no such step, or ``since`` is not before ``until``.
     """
     begins = [] if summary.steps is None else summary.steps.begins.tolist()
-    end = summary.until + 1.0
+    begin, end = summary.origin + summary.since, summary.origin + summary.until + 1.0
     if step is not None:
         if since is not None or until is not None:
             raise InvalidArgumentError(
@@ -83,16 +85,16 @@ def choose_window(
             )
         return *step_window(begins, step, end), f"step {step}"
     if since is not None or until is not None:
-        first = summary.since if since is None else since * 1e6
-        last = end if until is None else until * 1e6
+        first = begin if since is None else summary.origin + since * 1e6
+        last = end if until is None else summary.origin + until * 1e6
         if not (math.isfinite(first) and math.isfinite(last) and first < last):
             raise InvalidArgumentError(
-                f"since is {since} and until {until}; expected since before until, in seconds since the recording "
-                f"started. It has operations from {summary.since / 1e6:.6g} to {end / 1e6:.6g} s."
+                f"since is {since} and until {until}; expected since before until, in seconds since the first event. "
+                f"The recording has operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
             )
         return first, last, "the part that was asked for"
     if summary.steps is None or summary.steps.duration is None or len(begins) < 3:
-        return summary.since, end, "the whole recording"
+        return begin, end, "the whole recording"
     start, stop = _usual_steps(summary.steps.durations, summary.steps.duration.p50)
     steps = f"step {start}" if stop == start + 1 else f"steps {start} to {stop - 1}"
     return begins[start], begins[stop], f"{steps}, of usual length"
@@ -138,6 +140,7 @@ def collect_lanes(
     cut = min(cut, _earliest(kept, limit)) if len(kept) > limit else cut
     steps = [] if summary.steps is None else summary.steps.begins.tolist()
     return Lanes(
+        origin=summary.origin,
         first=first,
         last=last,
         chosen=chosen,
@@ -205,12 +208,11 @@ def lane_data(lanes: Lanes) -> dict[str, Any]:
             ]
         )
     return {
-        "origin": round(first, 1),
+        "origin": round(first - lanes.origin, 1),
         "length": round(max(lanes.shown_until - first, 1.0), 1),
         "lanes": [shown_name(name) for name in names],
         "words": list(words),
         "groups": [GROUPS.index(group_of(text)) for text in words],
-        "groupNames": list(GROUPS),
         "operations": operations,
         "cycles": [after(time) for time in lanes.cycles if time <= lanes.shown_until],
         "steps": [[number, after(begin)] for number, begin in lanes.steps if begin <= lanes.shown_until],

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, cast
 
 import msgspec
 
@@ -39,10 +39,7 @@ _OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\
 """What may be an event; it never goes back, so that searching damaged bytes for it stays fast."""
 _BETWEEN = re.compile(rb"\}\s*,?\s*(?=\{)")
 _NOTHING = re.compile(rb"[\s,\[\]]*+")
-UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
-T = TypeVar("T")
-_Decode = Callable[[bytes], list[T] | None]
-_DecodeOne = Callable[[bytes], T | None]
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 class Recording:
@@ -96,7 +93,7 @@ class Recording:
         self._assembler = Assembler()
         self.events = 0
         with open_file(self.path) as file:
-            for events in pieces(file, self._assembler.dropped, decode, decode_one):
+            for events in _pieces(file, self._assembler.dropped):
                 self.events += len(events)
                 yield self._assembler.add(events)
         self._assembler.finish()
@@ -168,15 +165,8 @@ class _Unzipped:
                 return data
 
 
-def pieces(file: BinaryIO, dropped: Counter[str], decode: _Decode[T], one: _DecodeOne[T]) -> Iterator[list[T]]:
-    """All events of a file, a piece at a time.
-
-    Args:
-        file: of ``open_file``.
-        dropped: what is unreadable is counted there.
-        decode: all events of a piece; None if something in it is not one.
-        one: of the text of an event; None if it is none.
-    """
+def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[TimelineEvent]]:
+    """All events of a file of ``open_file``, a piece at a time; what is unreadable is counted in ``dropped``."""
     rest, gap = b"", 0
     while gap <= LONGEST_GAP:
         try:
@@ -185,23 +175,23 @@ def pieces(file: BinaryIO, dropped: Counter[str], decode: _Decode[T], one: _Deco
             dropped["compressed data damaged or cut off"] += 1
             read = b""
         if not read:
-            yield from _decode_end(rest, dropped, decode, one)
+            yield from _decode_end(rest, dropped)
             return
-        events, rest = _decode_most(rest + read, dropped, decode, one)
+        events, rest = _decode_most(rest + read, dropped)
         gap = 0 if events else gap + len(read)
         yield events
     dropped[f"no event in {LONGEST_GAP >> 20} MiB, not read further"] += 1
 
 
-def _decode_most(piece: bytes, dropped: Counter[str], decode: _Decode[T], one: _DecodeOne[T]) -> tuple[list[T], bytes]:
+def _decode_most(piece: bytes, dropped: Counter[str]) -> tuple[list[TimelineEvent], bytes]:
     """The events of a piece up to one that may be incomplete, and what is left of the piece."""
     cuts = list(islice(_boundaries(piece), TRIES))
     for cut in cuts:
-        events = decode(piece[:cut])
+        events = _decode(piece[:cut])
         if events is not None:
             return events, piece[cut:]
     last = cuts[0] if cuts else max(0, len(piece) - LONGEST_EVENT)
-    return _decode_singly(piece[:last], dropped, one) if last else [], piece[last:]
+    return _decode_singly(piece[:last], dropped) if last else [], piece[last:]
 
 
 def _boundaries(piece: bytes) -> Iterator[int]:
@@ -213,19 +203,19 @@ def _boundaries(piece: bytes) -> Iterator[int]:
         yield match.end()
 
 
-def decode(piece: bytes) -> list[TimelineEvent] | None:
+def _decode(piece: bytes) -> list[TimelineEvent] | None:
     """All events of a piece; None if something in it is not one."""
     try:
         return _EVENTS.decode(b"[" + piece.strip(b" \t\r\n,[") + b"]")
-    except UNREADABLE:
+    except _UNREADABLE:
         return None
 
 
-def _decode_end(piece: bytes, dropped: Counter[str], decode: _Decode[T], one: _DecodeOne[T]) -> Iterator[list[T]]:
+def _decode_end(piece: bytes, dropped: Counter[str]) -> Iterator[list[TimelineEvent]]:
     body = piece.strip(b" \t\r\n,[]")
     if not body:
         return
-    events = decode(body)
+    events = _decode(body)
     if events is not None:
         yield events
         return
@@ -234,17 +224,17 @@ def _decode_end(piece: bytes, dropped: Counter[str], decode: _Decode[T], one: _D
     if not complete:
         dropped["cut off at the end"] += 1
         body = body[:start]
-    yield _decode_singly(body, dropped, one)
+    yield _decode_singly(body, dropped)
 
 
-def _decode_singly(piece: bytes, dropped: Counter[str], one: _DecodeOne[T]) -> list[T]:
+def _decode_singly(piece: bytes, dropped: Counter[str]) -> list[TimelineEvent]:
     """What can be decoded of a damaged piece; each stretch of bytes between two events that cannot counts once."""
-    events: list[T] = []
+    events: list[TimelineEvent] = []
     position = 0
     damaged = False
     while (match := _OBJECT.search(piece, position)) is not None:
         damaged = damaged or _NOTHING.fullmatch(piece, position, match.start()) is None
-        event = one(match.group())
+        event = _decode_one(match.group())
         if event is None:
             damaged = True
             position = match.start() + 1
@@ -259,12 +249,12 @@ def _decode_singly(piece: bytes, dropped: Counter[str], one: _DecodeOne[T]) -> l
     return events
 
 
-def decode_one(text: bytes) -> TimelineEvent | None:
+def _decode_one(text: bytes) -> TimelineEvent | None:
     """The event, also where its text is not UTF-8; None if it is none."""
     for candidate in (text, text.decode("utf-8", "replace").encode()):
         try:
             event = _EVENT.decode(candidate)
-        except UNREADABLE:
+        except _UNREADABLE:
             continue
         return event if event.ph else None
     return None

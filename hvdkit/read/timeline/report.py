@@ -1,4 +1,4 @@
-"""A recording as one HTML page that needs nothing else: no network, no server, no library.
+"""A recording as one HTML page that needs nothing else: no network, no server, no library. The browser draws it.
 
 Everything that came from the file is text on the page: the templates escape it, the data of the script is JSON without
 any character that HTML could read, and a Content-Security-Policy allows the one script and style sheet by their hashes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,24 @@ import numpy as np
 
 from hvdkit.common import render
 from hvdkit.common.causes import dearest_first
-from hvdkit.common.drawing import LABEL, Figure, number, shown_name, unit_for
+from hvdkit.common.drawing import LABEL, number, shown_name
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.read.timeline import figures
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
 from hvdkit.read.timeline.measures import Distribution, Floats
 from hvdkit.read.timeline.model import GROUPS, group_of
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.timeline.results import TOGETHER, Skew, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.show import NO_SKEW
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
 RANKS = 32
 """How many ranks are listed."""
+POINTS = 400
+"""How many steps are drawn one by one; of more, the shortest, the middle and the longest of each stretch."""
 
 
 def render_report(
@@ -53,7 +55,7 @@ def render_report(
 
     Args:
         source: a timeline file or a recording.
-        since, until: the window, in seconds since the recording started.
+        since, until: the window, in seconds since the first event of the recording.
         step: the window as a training step, from 0; by default a few steps of usual length.
         top: number of tensors to list, those with the most time.
         operations: number of operations that the page holds, at least 1; about 150 bytes each.
@@ -73,8 +75,9 @@ def render_report(
     lanes = collect_lanes(Recording(given.path), choose_window(summary, since, until, step), summary, operations)
     if not lanes.total:
         raise InvalidArgumentError(
-            f"no operation between {lanes.first / 1e6:.6g} and {lanes.last / 1e6:.6g} s of {str(given.path)!r}; it has "
-            f"operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
+            f"no operation between {(lanes.first - lanes.origin) / 1e6:.6g} and "
+            f"{(lanes.last - lanes.origin) / 1e6:.6g} s of {str(given.path)!r}; it has operations from "
+            f"{summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
         )
     every = exchanges(columns, np.ones(len(columns.begin), np.bool_))
     return _render(summary, every, lanes, top)
@@ -83,6 +86,7 @@ def render_report(
 def _render(summary: TimelineSummary, every: Exchanges, lanes: Lanes, top: int) -> str:
     """The whole page as HTML."""
     script = render.resource("hvdkit.read.timeline", "report.js")
+    histograms = _histograms(every)
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
     steps = summary.steps
@@ -100,27 +104,57 @@ def _render(summary: TimelineSummary, every: Exchanges, lanes: Lanes, top: int) 
             {"sentence": printable(f"{one.sentence()} Seen: {one.evidence}."), "advice": printable(one.advice)}
             for one in dearest_first(causes(summary))
         ],
-        step_figure=None if steps is None else figures.step_times(steps),
+        steps=steps is not None and len(steps.durations) > 0,
         step_bands=_steps_per_point(summary),
-        tensor_figure=figures.tensor_bars(tensors),
         tensor_groups=[(index, GROUPS[index]) for index in groups],
         tensor_count=len(summary.tensors),
         tensors=[_tensor_row(one, groups) for one in tensors],
-        histograms=_histograms(every),
+        histograms=[(one["name"], one["title"]) for one in histograms],
         exchange_note=_exchange_note(every),
         skew=None if summary.skew is None else _skew_rows(summary.skew),
         no_skew=NO_SKEW,
         lane_note=_lane_note(lanes),
         lane_left_out=_lane_left_out(lanes),
-        lane_figure=figures.printed_lanes(lanes),
+        lane_label=f"{number(len(lanes.operations))} operations of {number(len(lanes.names))} tensors, {lanes.chosen}.",
         lane_groups=_lane_groups(lanes),
-        lane_data=lane_data(lanes),
-        printed_left_out=max(0, len(lanes.names) - figures.PRINTED_LANES),
+        page_data={
+            "groupNames": list(GROUPS),
+            "lanes": lane_data(lanes),
+            "steps": None if steps is None else _step_points(steps),
+            "tensors": [[shortened(shown_name(one.tensor), LABEL), _group_times(one)] for one in tensors],
+            "histograms": histograms,
+        },
     )
 
 
+def _step_points(steps: Steps) -> dict[str, Any] | None:
+    """How long each step took, [step, shortest, median, longest] of one or of many in a row; None without any."""
+    durations = steps.durations
+    if not len(durations):
+        return None
+    later = durations[1:] if len(durations) > 1 else durations
+    usual, highest = float(np.median(later)), float(later.max())
+    top = highest if highest <= 4 * usual or usual <= 0 else max(4 * usual, float(np.percentile(later, 95)) * 1.2)
+    edges = np.linspace(0, len(durations), min(len(durations), POINTS) + 1).astype(int)
+    parts = [(start, durations[start:end]) for start, end in pairwise(edges.tolist())]
+    return {
+        "count": len(durations),
+        "usual": usual,
+        "top": max(top, 1e-3),
+        "longest": [int(durations.argmax()), float(durations.max())],
+        "points": [
+            [start + (len(part) - 1) / 2, float(part.min()), float(np.median(part)), float(part.max())]
+            for start, part in parts
+        ],
+    }
+
+
+def _group_times(one: TensorSummary) -> list[float]:
+    return [one.phases[group].total if group in one.phases else 0.0 for group in GROUPS]
+
+
 def _phase_time(one: TensorSummary) -> float:
-    return sum(one.phases[group].total for group in GROUPS if group in one.phases)
+    return sum(_group_times(one))
 
 
 def _subtitle(summary: TimelineSummary) -> str:
@@ -193,7 +227,7 @@ def _notes(summary: TimelineSummary) -> list[str]:
 
 def _steps_per_point(summary: TimelineSummary) -> str:
     count = 0 if summary.steps is None else len(summary.steps.durations)
-    return "" if count <= figures.POINTS else str(math.ceil(count / figures.POINTS))
+    return "" if count <= POINTS else str(math.ceil(count / POINTS))
 
 
 def _tensor_row(one: TensorSummary, groups: list[int]) -> dict[str, Any]:
@@ -214,22 +248,16 @@ def _ms(microseconds: float) -> str:
     return number(round(microseconds, 1) / 1000)
 
 
-def _histograms(every: Exchanges) -> list[Figure]:
+def _histograms(every: Exchanges) -> list[dict[str, Any]]:
+    """Sizes and durations of exchanges: bins as [number of ``_binned``, height]; those without any are left out."""
     known = ~np.isnan(every.bytes)
-    by_size, by_duration = _binned(every.bytes[known]), _binned(every.times)
-    time_by_size = _binned(every.bytes[known], every.times[known])
-    longest = max(time_by_size.values(), default=0)
-    factor, unit = (1e6, "s") if longest >= 1e6 else (1e3, "ms")
-    time_named = f"time in exchanges ({unit})"
-    by_bytes: Any = {"horizontal": "bytes", "label": figures.bytes_label}
-    by_time: Any = {"horizontal": "time", "label": lambda time: unit_for(time).of(time)}
-    in_time: Any = {"vertical": time_named, "scale": factor, "shown": duration_text}
     found = [
-        figures.histogram("number-by-size", "Number by size", by_size, vertical="exchanges", **by_bytes),
-        figures.histogram("time-by-size", "Time by size", time_by_size, **in_time, **by_bytes),
-        figures.histogram("number-by-duration", "Number by duration", by_duration, vertical="exchanges", **by_time),
+        ("number-by-size", "Number by size", "bytes", "exchanges", _binned(every.bytes[known])),
+        ("time-by-size", "Time by size", "bytes", "time", _binned(every.bytes[known], every.times[known])),
+        ("number-by-duration", "Number by duration", "time", "exchanges", _binned(every.times)),
     ]
-    return [figure for figure in found if figure is not None]
+    names = ("name", "title", "horizontal", "vertical")
+    return [{**dict(zip(names, row, strict=True)), "bins": sorted(bins.items())} for *row, bins in found if bins]
 
 
 def _binned(values: Floats, weights: Floats | None = None) -> Counter[int]:
@@ -268,10 +296,11 @@ def _skew_rows(skew: Skew) -> dict[str, Any]:
 
 
 def _lane_note(lanes: Lanes) -> str:
+    since, until = ((time - lanes.origin) / 1e6 for time in (lanes.first, lanes.shown_until))
     return (
-        f"{lanes.chosen[:1].upper()}{lanes.chosen[1:]}: {lanes.first / 1e6:.6f} to {lanes.shown_until / 1e6:.6f} s of "
-        f"the recording, {number(len(lanes.operations))} operations on {number(len(lanes.names))} tensors. One lane "
-        "per tensor; grey is time of an operation outside of its phases."
+        f"{lanes.chosen[:1].upper()}{lanes.chosen[1:]}: {since:.6f} to {until:.6f} s of the recording, "
+        f"{number(len(lanes.operations))} operations on {number(len(lanes.names))} tensors. One lane per tensor; grey "
+        "is time of an operation outside of its phases."
     )
 
 
@@ -280,8 +309,8 @@ def _lane_left_out(lanes: Lanes) -> str:
         return ""
     return (
         f"this part has {number(lanes.total)} operations, of which the page holds the first "
-        f"{number(len(lanes.operations))}; it ends before {lanes.last / 1e6:.6f} s, where the part does. Choose a "
-        "smaller part with --step, --since and --until, or hold more with --operations."
+        f"{number(len(lanes.operations))}; it ends before {(lanes.last - lanes.origin) / 1e6:.6f} s, where the part "
+        "does. Choose a smaller part with --step, --since and --until, or hold more with --operations."
     )
 
 

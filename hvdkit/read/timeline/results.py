@@ -191,7 +191,8 @@ class TimelineSummary:
     Attributes:
         path: the file.
         start_time_since_epoch: when the recording began, since 1970; None where the file does not say.
-        since, until: the part that was looked at, from the beginning of the recording.
+        origin: when its first operation or cycle began, on the clock of the file.
+        since, until: the part that was looked at, after that.
         events: how many the file holds.
         operations, missed: in it, and those of them that were not in the response cache.
         ranks: of the job; None when nothing says it.
@@ -210,6 +211,7 @@ class TimelineSummary:
 
     path: str
     start_time_since_epoch: int | None
+    origin: float
     since: float
     until: float
     events: int

@@ -20,8 +20,8 @@ NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horo
 
 
 _TIMES = (
-    "since until duration communication busy copies setup negotiating idle first first_setup negotiation alone late "
-    "cost spread little_time cycle phases start_time_since_epoch"
+    "origin since until duration communication busy copies setup negotiating idle first first_setup negotiation alone "
+    "late cost spread little_time cycle phases start_time_since_epoch"
 )
 """Names of the fields that are microseconds."""
 
@@ -85,8 +85,9 @@ def _lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     lines = [
         (
             "recording",
-            f"{duration_text(summary.since)} to {duration_text(summary.until)}, {summary.operations} operations on "
-            f"{len(summary.tensors)} tensors, {summary.ranks or 'unknown number of'} ranks",
+            f"{duration_text(summary.since) if summary.since else '0 s'} to {duration_text(summary.until)}, "
+            f"{summary.operations} operations on {len(summary.tensors)} tensors, {summary.ranks or 'unknown number of'} "
+            "ranks",
         ),
         (
             "communication",

@@ -52,7 +52,7 @@ def summarize(
 
     Args:
         source: a timeline file or a recording.
-        since, until: only operations that began in this part; seconds since the recording started.
+        since, until: only operations that began in this part; seconds since the first event of the recording.
         step: only what began in this step, from 0.
         ranks: of the job; by default the highest rank that the recording names.
         fusion_threshold: bytes of the job's fusion buffer (HOROVOD_FUSION_THRESHOLD).
@@ -73,10 +73,10 @@ def summarize(
     number_of_ranks = ranks or (int(columns.tick_rank.max()) + 1 if len(columns.tick_rank) else None)
     if not keep.all():
         columns, numbers, in_steps = select(columns, keep), numbers[keep], in_steps[keep]
-    begin = float(columns.begin.min()) if len(columns.begin) else 0.0
-    end = float(columns.end.max()) if len(columns.end) else 0.0
+    begin = float(columns.begin.min()) if len(columns.begin) else columns.origin
+    end = float(columns.end.max()) if len(columns.end) else columns.origin
     shown = (
-        max(window[0], 0.0) if since is not None or step is not None else begin,
+        max(window[0], columns.origin) if since is not None or step is not None else begin,
         window[1] if step is not None and window[1] < np.inf else end,
     )
     return _summary(recording, columns, numbers, in_steps, shown, number_of_ranks, fusion_threshold)
@@ -117,8 +117,9 @@ def _summary(
     return TimelineSummary(
         path=str(recording.path),
         start_time_since_epoch=recording.start_time_since_epoch,
-        since=shown[0],
-        until=shown[1],
+        origin=columns.origin,
+        since=shown[0] - columns.origin,
+        until=shown[1] - columns.origin,
         events=columns.events,
         operations=len(columns.begin),
         missed=int(columns.missed.sum()),
@@ -201,8 +202,8 @@ def _window(
     until: float | None,
     step: int | None,
 ) -> tuple[float, float]:
-    first = -np.inf if since is None else since * 1e6
-    last = np.inf if until is None else until * 1e6
+    first = -np.inf if since is None else columns.origin + since * 1e6
+    last = np.inf if until is None else columns.origin + until * 1e6
     if not first < last:
         raise InvalidArgumentError(f"since is {since} and until {until}; expected since before until, in seconds.")
     if step is None:

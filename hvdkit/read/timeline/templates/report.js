@@ -1,6 +1,149 @@
 "use strict";
+const page = JSON.parse(document.getElementById("page-data").textContent);
+
+function unitFor(span) {
+  return span >= 1e6 ? ["s", 1e6] : span >= 1e3 ? ["ms", 1e3] : ["us", 1];
+}
+function three(value) {
+  const size = Math.abs(value);
+  return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(2);
+}
+function timeText(microseconds) {
+  const [name, factor] = unitFor(Math.abs(microseconds));
+  return three(microseconds / factor) + " " + name;
+}
+function roundStep(span, about) {
+  const rough = span / about, power = Math.pow(10, Math.floor(Math.log10(rough)));
+  return [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999);
+}
+
+// The figures: SVG made of elements and text, so that nothing in a name can be markup.
 (() => {
-  const data = JSON.parse(document.getElementById("lane-data").textContent);
+  const WIDTH = 900;
+  function mark(parent, name, attributes, text, tip) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    if (text !== undefined) element.textContent = text;
+    if (tip) mark(element, "title", {}, tip);
+    parent.appendChild(element);
+    return element;
+  }
+  function drawing(id, label, width, height) {
+    const attributes = { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label };
+    return mark(document.getElementById(id), "svg", { ...attributes, class: width > 600 ? "figure broad" : "figure" });
+  }
+  function number(value) {
+    return value >= 999.5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+  }
+  function vertical(svg, y, top, scale, left, right, title) {
+    const step = roundStep(top / scale, 5);
+    for (let i = 0; i * step * scale <= top; i += 1) {
+      const place = y(i * step * scale);
+      mark(svg, "line", { x1: left, y1: place, x2: right, y2: place, class: i ? "grid" : "rule" });
+      mark(svg, "text", { x: left - 6, y: place + 4, class: "end" }, number(i * step));
+    }
+    const middle = (y(0) + y(top)) / 2;
+    mark(svg, "text", { transform: `translate(12 ${middle}) rotate(-90)`, class: "upright" }, title);
+  }
+
+  function drawSteps(steps) {
+    const [name, factor] = unitFor(steps.top), [left, right, above, below] = [62, WIDTH - 70, 14, 214];
+    const top = steps.top * 1.05, many = steps.points.length < steps.count;
+    const [worst, longest] = steps.longest;
+    const svg = drawing("step-times", `${steps.count} steps, half of them above ${timeText(steps.usual)}, the longest `
+      + timeText(longest), WIDTH, 260);
+    const x = (step) => left + (right - left) * (step + 0.5) / steps.count;
+    const y = (time) => below - (below - above) * Math.min(time, top) / top;
+    vertical(svg, y, top, factor, left, right, `time per step (${name})`);
+    const apart = Math.max(1, roundStep(steps.count, 10));
+    for (let step = 0; step < steps.count; step += apart) {
+      mark(svg, "text", { x: x(step), y: below + 16, class: "middle" }, number(step));
+    }
+    mark(svg, "text", { x: (left + right) / 2, y: below + 36, class: "middle axis" }, "step");
+    const path = (points) => points.map(([at, time], i) => `${i ? "L" : "M"}${x(at).toFixed(1)} ${y(time).toFixed(1)}`);
+    if (many) {
+      const high = steps.points.map((one) => [one[0], one[3]]), low = steps.points.map((one) => [one[0], one[1]]);
+      mark(svg, "path", { d: path([...high, ...low.reverse()]).join("") + "z", class: "band" });
+    }
+    mark(svg, "path", { d: path(steps.points.map((one) => [one[0], one[2]])).join(""), class: "curve" });
+    const size = steps.count <= 150 ? 5 : 3;
+    for (const [at, , median, high] of steps.points) {
+      if (high > top) mark(svg, "path", { d: `M${x(at) - 4} 12h8l-4 -8z`, class: "beyond" }, undefined, timeText(high));
+      if (many || median > top) continue;
+      const place = { x: x(at) - size / 2, y: y(median) - size / 2, width: size, height: size, class: "point" };
+      mark(svg, "rect", place, undefined, `step ${at}: ${timeText(median)}`);
+    }
+    if (longest > top) {
+      const start = x(worst) < WIDTH / 2, text = `beyond the scale: step ${worst} with ${timeText(longest)}`;
+      mark(svg, "text", { x: x(worst) + (start ? 9 : -9), y: 11, class: start ? "small" : "small end" }, text);
+    }
+    mark(svg, "line", { x1: left, y1: y(steps.usual), x2: right, y2: y(steps.usual), class: "median" });
+    mark(svg, "text", { x: right + 6, y: y(steps.usual) + 4, class: "small" }, `p50 ${timeText(steps.usual)}`);
+  }
+
+  function drawTensors(tensors) {
+    const sums = tensors.map(([, parts]) => parts.reduce((a, b) => a + b, 0)), top = Math.max(...sums, 1e-3);
+    const [name, factor] = unitFor(top), [left, right, line] = [250, WIDTH - 76, 20], below = line * tensors.length + 4;
+    const svg = drawing("tensor-phases", `The ${tensors.length} tensors with the most time, by phase`, WIDTH, below + 46);
+    const x = (time) => left + (right - left) * time / top, step = roundStep(top / factor, 6);
+    for (let i = 0; i * step * factor <= top; i += 1) {
+      const place = x(i * step * factor);
+      mark(svg, "line", { x1: place, y1: 0, x2: place, y2: below, class: "grid" });
+      mark(svg, "text", { x: place, y: below + 15, class: "middle" }, number(i * step));
+    }
+    mark(svg, "text", { x: (left + right) / 2, y: below + 36, class: "middle axis" },
+      `sum over all operations (${name}); operations of a fused batch run at the same time`);
+    tensors.forEach(([tensor, parts], index) => {
+      const y = index * line + 3;
+      let done = 0;
+      mark(svg, "text", { x: left - 8, y: y + 12, class: "end" }, tensor);
+      parts.forEach((time, group) => {
+        if (!time) return;
+        const place = { x: x(done), y, width: x(done + time) - x(done), height: line - 5, class: `g${group}` };
+        mark(svg, "rect", place, undefined, `${tensor}, ${page.groupNames[group]}: ${timeText(time)}`);
+        done += time;
+      });
+      mark(svg, "text", { x: x(done) + 5, y: y + 12, class: "small" }, timeText(done));
+    });
+  }
+
+  function drawHistogram(one) {
+    // bin k holds what is at least 2**(k-1) and less than 2**k, bin 0 nothing at all
+    const bound = (bin) => bin <= 0 ? 0 : Math.pow(2, bin - 1);
+    const units = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024], ["B", 1]];
+    const bytes = (size) => { const [name, by] = units.find((unit) => size >= unit[1]) || units[4]; return `${number(size / by)} ${name}`; };
+    const label = one.horizontal === "bytes" ? bytes : timeText;
+    const heights = new Map(one.bins), bins = [...heights.keys()], most = Math.max(...heights.values());
+    const spare = Math.max(0, 8 - (Math.max(...bins) - Math.min(...bins) + 1));
+    const low = Math.max(0, Math.min(...bins) - Math.floor(spare / 2)), high = Math.max(...bins) + Math.ceil(spare / 2);
+    const [left, right, above, below] = [56, 278, 14, 166], top = Math.max(most, 1e-9) * 1.05;
+    const shown = one.vertical === "time" ? timeText : number, [unit, factor] = one.vertical === "time" ? unitFor(most) : ["", 1];
+    const svg = drawing(one.name, `${one.title}: from ${label(bound(Math.min(...bins)))} to ${label(bound(Math.max(...bins) + 1))}`,
+      300, 220);
+    const y = (value) => below - (below - above) * value / top;
+    vertical(svg, y, top, factor, left, right, unit ? `time in exchanges (${unit})` : one.vertical);
+    const wide = (right - left) / (high - low + 1), every = Math.ceil((high - low + 2) * 50 / (right - left));
+    for (let bin = low; bin <= high + 1; bin += 1) {
+      const place = left + (bin - low) * wide, value = heights.get(bin);
+      if ((bin - low) % every === 0) {
+        mark(svg, "line", { x1: place, y1: below, x2: place, y2: below + 4, class: "rule" });
+        mark(svg, "text", { x: place, y: below + 16, class: "middle small" }, label(bound(bin)));
+      }
+      if (!value) continue;
+      const bar = { x: place + 0.5, y: y(value), width: wide - 1, height: below - y(value), class: "g5" };
+      mark(svg, "rect", bar, undefined, `${label(bound(bin))} to ${label(bound(bin + 1))}: ${shown(value)}`);
+    }
+    mark(svg, "text", { x: (left + right) / 2, y: below + 38, class: "middle axis" }, one.horizontal);
+  }
+
+  if (page.steps) drawSteps(page.steps);
+  drawTensors(page.tensors);
+  page.histograms.forEach(drawHistogram);
+})();
+
+// Operation by operation: a canvas that zooms.
+(() => {
+  const data = page.lanes;
   const root = document.getElementById("lanes");
   if (!root || !data.operations.length) return;
 
@@ -15,7 +158,7 @@
   const surface = canvas.getContext("2d");
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue("--" + name).trim();
-  const colours = data.groupNames.map((_, group) => colour("g" + group));
+  const colours = page.groupNames.map((_, group) => colour("g" + group));
   const byLane = data.lanes.map(() => []);
   for (const operation of data.operations) byLane[operation[LANE]].push(operation);
 
@@ -25,17 +168,6 @@
   root.classList.add("interactive");
   const total = AXIS + data.lanes.length * ROW + 6;
 
-  function unitFor(span) {
-    return span >= 1e6 ? ["s", 1e6] : span >= 1e3 ? ["ms", 1e3] : ["us", 1];
-  }
-  function three(value) {
-    const size = Math.abs(value);
-    return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(2);
-  }
-  function timeText(microseconds) {
-    const [name, factor] = unitFor(Math.abs(microseconds));
-    return three(microseconds / factor) + " " + name;
-  }
   function bytesText(bytes) {
     if (bytes === null) return "size unknown";
     for (const [name, factor] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
@@ -109,9 +241,7 @@
   }
   function tickTimes() {
     const [name, factor] = unitFor(view.last - view.first);
-    const rough = (view.last - view.first) / factor / Math.max(2, (width - label) / 110);
-    const power = Math.pow(10, Math.floor(Math.log10(rough)));
-    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999);
+    const step = roundStep((view.last - view.first) / factor, Math.max(2, (width - label) / 110));
     const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     const ticks = [];
     for (let i = Math.ceil(view.first / factor / step); i * step * factor <= view.last; i += 1) {

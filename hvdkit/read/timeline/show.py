@@ -86,8 +86,8 @@ def _lines(summary: TimelineSummary) -> list[tuple[str, str]]:
         (
             "recording",
             f"{duration_text(summary.since) if summary.since else '0 s'} to {duration_text(summary.until)}, "
-            f"{summary.operations} operations on {len(summary.tensors)} tensors, {summary.ranks or 'unknown number of'} "
-            "ranks",
+            f"{summary.operations} operations on {len(summary.tensors)} tensors, "
+            f"{summary.ranks or 'unknown number of'} ranks",
         ),
         (
             "communication",

@@ -24,10 +24,6 @@ FLOORS = {
         "examples": ("hvdkit.prepare.examples.cli:examples", "List the example trainings, or copy them."),
         "check": ("hvdkit.prepare.check.cli:check", "Report which of the eight steps a script does, and its mistakes."),
         "port": ("hvdkit.prepare.port.cli:port", "Write the eight steps into a training script."),
-        "preflight": (
-            "hvdkit.prepare.preflight.cli:preflight",
-            "Check inside a job whether all its ranks can train together.",
-        ),
     },
     "A job": {
         "launch": ("hvdkit.run.launch.cli:launch", "Start a training script on N processes."),
@@ -55,7 +51,7 @@ FLOORS = {
 }
 """The four floors of the house, and the commands on each."""
 COMMANDS = {name: row for commands in FLOORS.values() for name, row in commands.items()}
-MOVED: dict[str, str] = {}
+MOVED = {"preflight": "hvdkit doctor --job"}
 """Commands that are gone, and what does the same now, as it is typed."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import click
@@ -34,6 +35,9 @@ def run(framework: str, ranks: int, *, gpu: bool) -> None:
     numbers = range(1, ranks + 1)
     total = hk.average_metrics({"number": world.rank + 1}, world)["number"] * ranks
     words = " + ".join(map(str, numbers))
+    for horovod in (sys.modules.get("horovod.torch"), sys.modules.get("horovod.tensorflow")):
+        if horovod is not None and horovod.is_initialized():
+            click.echo(f"hvdkit test: controller: {'MPI' if horovod.mpi_enabled() else 'Gloo'}")
     if total != sum(numbers):
         raise HvdkitError(f"Horovod adds up {words} to {total:g} on rank {world.rank}; run `hvdkit install --force`.")
     click.echo(f"hvdkit test: allreduce: {words} = {total:g} on every rank, under {world.launcher}")

@@ -217,8 +217,8 @@ SAID = {
 }
 """A command line for each kind that needs neither ranks nor a build of Horovod; files are those of ``recorded``."""
 TESTED_WHERE_MADE = {
-    "bench-scaling", "bench-synthetic", "doctor", "emulate-results", "horovod-build", "job-launch", "mpi-profile-rank",
-    "preflight", "test", "tune", "tuned",
+    "bench-scaling", "bench-synthetic", "doctor", "doctor-job", "emulate-results", "horovod-build", "job-launch",
+    "mpi-profile-rank", "test", "tune", "tuned",
 }  # fmt: skip
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from ranks import missing
 
-from hvdkit.prepare.doctor.children import Children
-
 pytestmark = [
     pytest.mark.parallel,
     pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod (`make test` installs all)"),
@@ -28,23 +26,20 @@ def doctor(*packages: Path, **variables: str) -> tuple[int, dict[str, Any], str]
     """Exit status, report and output of ``hvdkit doctor --json`` with ``packages`` in front of the installed ones."""
     paths = os.pathsep.join(map(str, [*packages, REPOSITORY]))
     result = subprocess.run(
-        [sys.executable, "-m", "hvdkit.cli", "doctor", "--json"],
+        [sys.executable, "-m", "hvdkit.cli", "doctor", "--json", "--timeout", "250"],
         env={**os.environ, "PYTHONPATH": paths, **variables},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
     )
     return result.returncode, json.loads(result.stdout), result.stdout
 
 
 def test_what_is_here_is_working() -> None:
     status, report, output = doctor()
-    assert {name: report["components"][name]["status"] for name in ("PyTorch", "Horovod", "MPI", "Gloo")} == {
-        "PyTorch": "working",
-        "Horovod": "working",
-        "MPI": "working",
-        "Gloo": "working",
-    }
+    assert {report["components"][name]["status"] for name in ("PyTorch", "Horovod", "MPI")} == {"working"}
+    assert all(check["ok"] for trained in report["facts"]["trained"].values() for check in trained["checks"])
+    assert report["facts"]["trained"]["torch"]["controller"] == "MPI"
     assert status == 0
     assert report["ok"] is True
     assert report["facts"]["mpi4py_mpi"] == report["facts"]["extensions"]["torch"]["mpi"]
@@ -76,38 +71,12 @@ def test_a_pytorch_that_dies_leaves_the_rest_of_the_report(tmp_path: Path) -> No
         assert report["components"]["MPI"]["status"] == "working"  # through TensorFlow
 
 
-def test_gloo_that_finds_no_interface_ends_the_probe_and_not_the_doctor() -> None:
-    children = Children(sys.executable, {**os.environ, "HOROVOD_GLOO_IFACE": "nope0"}, 120)
-    outcomes = children.run(["torch", "torch.extension", "torch.run.Gloo", "mpi4py"])
-    assert outcomes["torch.extension"]["built"]
-    failure = outcomes["torch.run.Gloo"]
-    assert failure is not None
-    assert failure.how == "signal"
-    assert "nope0" in failure.message
-    assert "mpi4py" in outcomes
-
-
-def test_inside_a_job_a_probe_is_still_a_single_process() -> None:
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if mpirun is None:
-        pytest.skip("no mpirun")
-    program = (
-        "import os, sys; from hvdkit.prepare.doctor.children import Children; "
-        "print(Children(sys.executable, os.environ, 120).run(['torch.run.MPI'])['torch.run.MPI'])"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable, "-c", program]
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
-    assert result.stdout.split() == ["None", "None"], result.stderr
-
-
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit")
 def test_training_does_not_work_where_no_launcher_can_start_ranks() -> None:
-    """Every probe of a single process succeeds with so few open files."""
+    """Every import succeeds with so few open files."""
     command = ["prlimit", "--nofile=24", sys.executable, "-m", "hvdkit.cli", "doctor", "--json"]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
     (error,) = [finding for finding in json.loads(result.stdout)["findings"] if finding["level"] == "error"]
     assert (result.returncode, error["check"]) == (1, "launch")
     assert "this process may have 24 files open, too few for 2 ranks" in error["what"]

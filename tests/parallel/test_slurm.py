@@ -69,10 +69,10 @@ def test_every_process_is_rank_0_of_1_where_mpi_is_asked_for_and_that_is_explain
     assert done.returncode != 0
     assert re.search(r"srun started rank \d of 2, but Horovod \(over Open MPI .*\) sees rank 0 of 1", done.stderr)
     assert "every process would train alone" in done.stderr
-    preflight = [*tasks, *warm("torch").stub("hvdkit.__main__", "preflight")]
+    preflight = [*tasks, *warm("torch").stub("hvdkit.__main__", "doctor", "--job")]
     looked = cluster.run(*preflight, HOROVOD_CONTROLLER="mpi", **environment)
     assert looked.returncode != 0
-    assert "srun started 2 ranks, but Horovod over Open MPI" in looked.stdout
+    assert "of 2, but Horovod (over Open MPI" in looked.stdout
     looked = cluster.run(*preflight, **environment)
     assert looked.returncode == 0, looked.stdout + looked.stderr
     assert "The job can train: 2 of 2 ranks" in looked.stdout and "over Gloo" in looked.stdout

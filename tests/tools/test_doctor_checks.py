@@ -8,23 +8,18 @@ from typing import Any
 import pytest
 
 from hvdkit.common.mpi_names import identify, same_family
-from hvdkit.prepare.doctor.cli import examine
-from hvdkit.prepare.doctor.facts import (
-    Build,
-    Devices,
-    DoctorFacts,
-    DoctorHost,
-    Extension,
-    Failure,
-    MpiLauncher,
-    MpiLibrary,
-    Package,
-)
+from hvdkit.prepare.doctor.checks import CHECKS
+from hvdkit.prepare.doctor.facts import Build, Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
 from hvdkit.prepare.doctor.finding import LEVELS, Found
+from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher
+from hvdkit.prepare.doctor.two_ranks import Tested as Said
+from hvdkit.prepare.doctor.two_ranks import TwoRanks
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 MPICH = MpiLibrary("/usr/lib/libmpich.so.12", "MPICH", "4.2.0")
 CRASH = Failure("signal", "killed by SIGSEGV")
+TRAINS = TwoRanks((Said("torch allreduce", True, "1 + 2 = 3"), Said("torch training", True, "same")), "MPI")
+NOT_LOADED: dict[str, Any] = {"loaded": False, "built": (), "mpi": None}
 
 
 def package(name: str, version: str, **changes: Any) -> Package:
@@ -46,7 +41,6 @@ def extension(framework: str, **changes: Any) -> Extension:
         loaded=True,
         built=("MPI", "Gloo"),
         mpi=OPEN_MPI,
-        runs={"MPI": None, "Gloo": None},
     )
     return replace(plain, **changes)
 
@@ -81,6 +75,7 @@ SOUND = DoctorFacts(
     builds=(RECORD, Build("metadata.json", {"torch": "2.13.0+cpu", "tensorflow": "2.21.0"})),
     mpi4py_mpi=OPEN_MPI,
     mpi_launchers=(MpiLauncher("/env/bin/mpirun", True, "Open MPI", "5.0.11"),),
+    trained={"torch": TRAINS, "tensorflow": TRAINS},
 )
 
 
@@ -106,386 +101,224 @@ def with_environ(**environ: str) -> DoctorFacts:
     return replace(SOUND, environ=environ)
 
 
+def with_launchers(*launchers: MpiLauncher, **changes: Any) -> DoctorFacts:
+    return replace(SOUND, mpi_launchers=launchers, **changes)
+
+
+def built_for(facts: DoctorFacts = SOUND, torch: str = "2.13.0+cpu", **changes: Any) -> DoctorFacts:
+    """With a record of another build."""
+    frameworks = {"torch": torch, "tensorflow": "2.21.0"}
+    return replace(facts, builds=(replace(RECORD, frameworks=frameworks, **changes),))
+
+
+def not_loading(message: str, facts: DoctorFacts = SOUND) -> DoctorFacts:
+    """Horovod's extension for PyTorch fails in this way."""
+    trained = {"tensorflow": TRAINS}
+    return replace(with_extension("torch", facts, failure=Failure("raised", message), **NOT_LOADED), trained=trained)
+
+
+def not_training(why: str, facts: DoctorFacts = SOUND) -> DoctorFacts:
+    """``hvdkit launch`` says this of 2 ranks in PyTorch."""
+    failed = TwoRanks((Said("torch allreduce", False, f"{why}.", "fix"),))
+    return replace(facts, trained={**facts.trained, "torch": failed})
+
+
 def found(facts: DoctorFacts) -> dict[str, Found]:
-    return {one.check: one for one in examine(facts)}
+    return {one.check: one for one in CHECKS.examine(facts)}
 
 
-def only(facts: DoctorFacts, name: str) -> Found:
-    """The one finding there is."""
-    findings = found(facts)
-    assert list(findings) == [name]
-    return findings[name]
+FAILED = with_package("torch", version=None, failure=CRASH)
+ELSEWHERE = with_package("torch", location="/home/me/lib/torch", version=None, failure=CRASH)
+SLOW = with_package("torch", version=None, failure=Failure("timeout", "did not end within 60 s"))
+TORCH_2_12 = with_package("torch", version="2.12.0", distribution_version="2.12.0")
+TORCH_ALONE = without_package("tensorflow")
+TF_IS_GONE = with_extension("tensorflow", TORCH_ALONE, **NOT_LOADED)
+OTHER_PYTHON = {"file": None, "other_files": ("/env/mpi_lib.cpython-310.so",), **NOT_LOADED}
+LEGACY = replace(
+    SOUND,
+    environ={"TF_USE_LEGACY_KERAS": "1"},
+    tensorflow_keras=None,
+    tensorflow_keras_failure=Failure("raised", "ImportError: Keras cannot be imported"),
+)
+GLOO_ALONE = with_extension("torch", built=("Gloo",), mpi=None)
+GLOO_ALONE = replace(with_extension("tensorflow", GLOO_ALONE, built=("Gloo",), mpi=None), mpi4py_mpi=MPICH)
+WRONG, RIGHT = MpiLauncher("/usr/bin/mpirun", True, "MPICH", "4.2.0"), SOUND.mpi_launchers[0]
+OLD = MpiLauncher("/usr/bin/mpirun", True, "Open MPI", "4.1.4")
+GPU = with_host(gpus=("NVIDIA H200", "NVIDIA H200"))
+CPU_BUILD, HIDDEN = (replace(GPU, devices={"torch": devices}) for devices in (Devices(), Devices("CUDA 13.0")))
+SEEN = replace(GPU, devices={"torch": Devices("CUDA 13.0", GPU.host.gpus)})
+NO_MPI4PY = replace(without_package("mpi4py"), mpi4py_mpi=None)
+BROKEN_MPI4PY = with_package("mpi4py", version=None, failure=Failure("raised", "cannot load MPI library"))
+
+ONE_FINDING = [
+    (replace(SOUND, python="3.10.4"), "python", "warning", "3.11, 3.12 or 3.13"),
+    (replace(SOUND, python="3.14.0"), "python", "warning", "3.11, 3.12 or 3.13"),
+    (replace(SOUND, python="4.0.0"), "python", "warning", "3.11, 3.12 or 3.13"),
+    (FAILED, "import-torch", "error", "SIGSEGV"),
+    (ELSEWHERE, "import-torch", "error", "/home/me/lib/torch is not meant to be used, take it out of PYTHONPATH"),
+    (SLOW, "import-torch", "error", "--timeout 300"),
+    (with_package("keras", version=None, failure=CRASH), "import-keras", "error", "SIGSEGV"),
+    (with_package("jax", present=True, version=None, failure=CRASH), "import-jax", "warning", "SIGSEGV"),
+    (
+        with_package("tensorflow", version=None, failure=CRASH),
+        "import-tensorflow",
+        "error",
+        "pip install --force-reinstall tensorflow-cpu==2.21.0",
+    ),
+    (built_for(torch="2.12.1+cpu"), "drift-torch", "warning", "PyTorch 2.13.0+cpu is installed, and Horovod was built"),
+    (built_for(torch="2.13.0+cu130"), "drift-torch", "warning", "for PyTorch 2.13.0+cu130 (hvdkit-build.json)"),
+    (built_for(torch="2.13.1"), "drift-torch", "warning", "hvdkit install --force"),
+    (built_for(torch="2.13.0rc1"), "drift-torch", "warning", "pip install torch==2.13.0rc1"),
+    (not_loading("OSError: undefined symbol", TORCH_2_12), "drift-torch", "error", "fails: OSError: undefined symbol"),
+    (not_training("no interface", TORCH_2_12), "drift-torch", "error", "training of 2 ranks fails: no interface."),
+    (not_loading("OSError: mpi_lib.so: undefined symbol: _ZN3c10"), "extension-torch", "error", "Drift: "),
+    (
+        not_loading("OSError: libmpi.so.40: cannot open shared object file"),
+        "extension-torch",
+        "error",
+        "Bring back the",
+    ),
+    (
+        not_loading("OSError: libnccl.so.2: cannot open shared object file"),
+        "extension-torch",
+        "error",
+        "NCCL libraries",
+    ),
+    (not_loading("ModuleNotFoundError: No module named 'psutil'"), "extension-torch", "error", "pip install psutil"),
+    (with_extension("tensorflow", file=None, **NOT_LOADED), "extension-missing-tensorflow", "warning", "built without"),
+    (TF_IS_GONE, "framework-gone-tensorflow", "info", "Install TensorFlow 2.21.0"),
+    (not_training("mpirun exited with status 213"), "launch", "error", "2 ranks in PyTorch fails: mpirun exited with"),
+    (replace(SOUND, tensorflow_keras="3.15.1"), "horovod-on-keras-3", "info", "hvdkit.keras"),
+    (LEGACY, "legacy-keras", "error", "pip install tf_keras"),
+    (
+        with_extension("tensorflow", LEGACY, failure=CRASH, **NOT_LOADED),
+        "legacy-keras",
+        "error",
+        "'import horovod.tensorflow'",
+    ),
+    (replace(SOUND, mpi4py_mpi=MPICH), "two-mpis", "warning", "every process is rank 0"),
+    (replace(SOUND, mpi4py_mpi=MPICH), "two-mpis", "warning", "Horovod uses Open MPI 5.0.11 (/env/lib/libmpi.so.40)"),
+    (replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/x", version="4.1.4")), "two-mpis", "warning", "Open MPI 4.1.4"),
+    (with_launchers(WRONG, replace(RIGHT, first_on_path=False)), "mpirun", "warning", "or with /env/bin/mpirun"),
+    (with_launchers(WRONG), "mpirun", "warning", "the MPI of /usr/bin/mpirun"),
+    (with_launchers(replace(WRONG, first_on_path=False)), "mpirun", "warning", "every process is rank 0"),
+    (with_launchers(OLD), "mpirun", "warning", "Open MPI 4.1.4"),
+    (GLOO_ALONE, "mpirun", "warning", "mpi4py uses MPICH"),
+    (with_launchers(), "no-mpirun", "warning", "horovodrun --gloo"),
+    (built_for(mpi_version="4.1.4"), "drift-mpi", "warning", "built with Open MPI 4.1.4 and loads Open MPI 5.0.11"),
+    (built_for(mpi_implementation="MPICH", mpi_version="5.0.2"), "drift-mpi", "warning", "MPICH 5.0.2"),
+    (NO_MPI4PY, "mpi4py-missing", "info", "pip install mpi4py"),
+    (replace(BROKEN_MPI4PY, mpi4py_mpi=None), "import-mpi4py", "warning", "cannot load MPI library"),
+    (CPU_BUILD, "no-gpu-build-torch", "warning", "2 GPUs (NVIDIA H200), and PyTorch 2.13.0+cpu is a build without"),
+    (HIDDEN, "hidden-gpus-torch", "warning", "nvidia-smi"),
+    (replace(HIDDEN, environ={"CUDA_VISIBLE_DEVICES": ""}), "hidden-gpus-torch", "info", "Unset CUDA_VISIBLE_DEVICES"),
+    (replace(SOUND, devices={"torch": Devices(failure=CRASH)}), "devices-torch", "warning", "SIGSEGV"),
+    (SEEN, "no-nccl-torch", "warning", "--gpu nccl"),
+    (with_host(affinity=1), "one-core", "warning", "affinity"),
+    (with_host(cpu_quota=1.5), "one-core", "warning", "quota of 1.5"),
+    *(
+        (with_environ(OMP_NUM_THREADS=text), "omp-threads", "warning", text)
+        for text in ("9", "0", "-1", "many", "16,2")
+    ),
+    (with_environ(OMP_NUM_THREADS=""), "omp-threads", "warning", "not a positive number"),
+    (with_host(shm_bytes=None), "shared-memory", "warning", "There is no /dev/shm"),
+    (with_host(shm_bytes=0), "shared-memory", "warning", "0 MiB"),
+    (with_host(shm_bytes=2**20), "shared-memory", "warning", "1 MiB"),
+    (with_host(compiler=None), "compiler", "info", "g++"),
+    (with_environ(HOROVOD_FUSION_THRESHOLD="64"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=67108864"),
+    (with_environ(HOROVOD_FUSION_THRESHOLD="64MB"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=67108864"),
+    (with_environ(HOROVOD_FUSION_THRESHOLD="1"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=1048576"),
+    (with_environ(HOROVOD_CONTROLLER="nccl"), "controller", "warning", "set it to mpi or gloo"),
+    (with_environ(HOROVOD_CONTROLLER="ccl"), "controller", "warning", "this Horovod has MPI and Gloo"),
+    (with_environ(HOROVOD_CPU_OPERATIONS="CCL"), "cpu-operations", "warning", "HOROVOD_CPU_OPERATIONS=CCL"),
+    (
+        replace(with_environ(HOROVOD_TIMELINE="/nowhere/{t}"), timeline_problem="there is no directory /nowhere"),
+        "timeline",
+        "warning",
+        "HOROVOD_TIMELINE=/nowhere/{t} cannot be written: there is no directory /nowhere",
+    ),
+]
 
 
-def test_a_sound_environment_has_no_finding() -> None:
-    assert examine(SOUND) == []
+@pytest.mark.parametrize(("facts", "check", "level", "words"), ONE_FINDING)
+def test_one_fault_is_one_finding(facts: DoctorFacts, check: str, level: str, words: str) -> None:
+    (finding,) = CHECKS.examine(facts)
+    assert (finding.check, finding.level) == (check, level)
+    texts = (finding.what, finding.why, finding.fix)
+    assert words in " ".join(texts)
+    assert all(text.strip().endswith(".") for text in texts)
 
 
-def test_errors_come_first() -> None:
-    facts = replace(without_package("mpi4py"), mpi4py_mpi=None, environ={"OMP_NUM_THREADS": "99"})
-    facts = with_extension("torch", facts, loaded=False, failure=CRASH, built=(), runs={}, mpi=None)
-    levels = [finding.level for finding in examine(facts)]
-    assert levels == sorted(levels, key=LEVELS.index)
-    assert set(levels) == set(LEVELS)
-
-
-def test_every_finding_says_what_why_and_fix() -> None:
-    damaged = replace(
+@pytest.mark.parametrize(
+    "facts",
+    [
         SOUND,
+        *(replace(SOUND, python=version) for version in ("3.11.0", "3.12.9", "3.13.1")),
+        # PyPI's PyTorch, and TensorFlow's own spelling
+        built_for(with_package("torch", version="2.13.0+cu130", distribution_version="2.13.0"), "2.13.0+cu130"),
+        built_for(with_package("torch", version="2.13.0+cu130", distribution_version="2.13.0"), "2.13.0"),
+        built_for(with_package("torch", version="2.21.0-rc1", distribution_version="2.21.0rc1"), "2.21.0-rc1"),
+        replace(SOUND, tensorflow_keras="3.15.1", extensions={"torch": extension("torch")}),
+        *(replace(LEGACY, environ={"TF_USE_LEGACY_KERAS": value}) for value in ("0", "")),
+        replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/usr/lib/libmpi.so.40")),
+        with_launchers(replace(RIGHT, first_on_path=False)),  # an environment that is not activated
+        with_launchers(MpiLauncher("/opt/pals/bin/mpiexec", True, "", "")),  # unknown: nothing can be said
+        with_launchers(replace(RIGHT, version="5.0.3")),
+        with_launchers(host=replace(SOUND.host, schedulers=("srun",))),
+        built_for(mpi_version="5.0.2"),
+        built_for(mpi_implementation="unknown MPI", mpi_version=""),
+        with_extension("torch", SEEN, built=("MPI", "Gloo", "NCCL", "CUDA")),
+        replace(SOUND, devices={"torch": Devices("CUDA 13.0")}),
+        with_host(cores=1, affinity=1),
+        with_host(cpu_quota=2.0),
+        *(with_environ(OMP_NUM_THREADS=value) for value in ("1", "8", "4,2")),
+        *(with_environ(HOROVOD_FUSION_THRESHOLD=value) for value in ("0", "1024", "67108864")),
+        *(with_environ(HOROVOD_CONTROLLER=one, HOROVOD_CPU_OPERATIONS=one) for one in ("mpi", "MPI", "gloo", "Gloo")),
+    ],
+)
+def test_what_is_sound_has_no_finding(facts: DoctorFacts) -> None:
+    assert CHECKS.examine(facts) == []
+
+
+def test_errors_come_first_and_every_finding_says_what_why_and_fix() -> None:
+    damaged = replace(
+        not_loading("OSError: no", NO_MPI4PY),
         python="3.14.0",
-        environ={"HOROVOD_FUSION_THRESHOLD": "64", "HOROVOD_CONTROLLER": "ccl", "HOROVOD_TIMELINE": "x/y"},
+        environ={"HOROVOD_FUSION_THRESHOLD": "64", "OMP_NUM_THREADS": "99", "HOROVOD_TIMELINE": "x/y"},
         timeline_problem="there is no directory x",
         build_error="The record cannot be read.",
         host=DoctorHost("Linux", cores=8, affinity=1, gpus=("NVIDIA A100",)),
-        mpi4py_mpi=MPICH,
         mpi_launchers=(),
     )
-    findings = found(with_package("jax", damaged, present=True, failure=CRASH))
-    assert len(findings) >= 10
-    for finding in findings.values():
+    findings = CHECKS.examine(with_package("jax", damaged, present=True, failure=CRASH))
+    levels = [finding.level for finding in findings]
+    assert levels == sorted(levels, key=list(LEVELS).index) and set(levels) == set(LEVELS) and len(levels) >= 10
+    for finding in findings:
         assert all(text.strip().endswith(".") for text in (finding.what, finding.why, finding.fix)), finding
 
 
-@pytest.mark.parametrize("version", ["3.10.4", "3.14.0", "4.0.0"])
-def test_untested_python(version: str) -> None:
-    assert only(replace(SOUND, python=version), "python").level == "warning"
-
-
-@pytest.mark.parametrize("version", ["3.11.0", "3.12.9", "3.13.1"])
-def test_tested_python(version: str) -> None:
-    assert examine(replace(SOUND, python=version)) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "level"), [("torch", "error"), ("tensorflow", "error"), ("keras", "error"), ("jax", "warning")]
-)
-def test_a_crashing_import(name: str, level: str) -> None:
-    facts = with_package(name, present=True, version=None, failure=CRASH)
-    finding = found(facts)[f"import-{name}"]
-    assert finding.level == level
-    assert "SIGSEGV" in finding.what
-
-
-def test_a_package_from_outside_the_environment_points_at_pythonpath() -> None:
-    facts = with_package("torch", location="/home/me/lib/torch", version=None, failure=CRASH)
-    assert "/home/me/lib/torch" in found(facts)["import-torch"].fix
-    assert "PYTHONPATH" in found(facts)["import-torch"].fix
-
-
-def test_a_slow_import_gets_a_longer_limit() -> None:
-    facts = with_package("torch", version=None, failure=Failure("timeout", "did not end within 60 s"))
-    assert "--timeout 300" in found(facts)["import-torch"].fix
-
-
-def test_the_fix_for_a_framework_reinstalls_the_package_that_pip_knows() -> None:
-    facts = with_package("tensorflow", version=None, failure=CRASH)
-    assert "pip install --force-reinstall tensorflow-cpu==2.21.0" in found(facts)["import-tensorflow"].fix
-
-
-@pytest.mark.parametrize(
-    ("built", "installed"),
-    [
-        ("2.13.0+cpu", "2.12.1+cpu"),
-        ("2.13.0+cpu", "2.13.0+cu130"),
-        ("2.13.0", "2.13.1"),
-        ("2.13.0", "2.13.0rc1"),
-    ],
-)
-def test_drift(built: str, installed: str) -> None:
-    facts = with_package("torch", version=installed, distribution_version=installed)
-    facts = replace(facts, builds=(replace(RECORD, frameworks={"torch": built, "tensorflow": "2.21.0"}),))
-    finding = only(facts, "drift-torch")
-    assert finding.level == "warning"
-    assert "Drift" in finding.what
-    assert built in finding.what
-    assert installed in finding.what
-    assert "hvdkit install --force" in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("built", "module", "metadata"),
-    [
-        ("2.13.0+cpu", "2.13.0+cpu", "2.13.0+cpu"),
-        ("2.13.0+cu130", "2.13.0+cu130", "2.13.0"),  # PyPI's PyTorch
-        ("2.13.0", "2.13.0+cu130", "2.13.0"),
-        ("2.21.0-rc1", "2.21.0-rc1", "2.21.0rc1"),  # TensorFlow's own spelling
-    ],
-)
-def test_no_drift(built: str, module: str, metadata: str) -> None:
-    facts = with_package("torch", version=module, distribution_version=metadata)
-    builds = (replace(RECORD, frameworks={"torch": built, "tensorflow": "2.21.0"}),)
-    assert examine(replace(facts, builds=builds)) == []
-
-
 def test_horovods_own_metadata_tells_drift_when_there_is_no_record() -> None:
-    facts = replace(SOUND, builds=(Build("metadata.json", {"tensorflow": "2.20.0"}),))
-    findings = found(facts)
+    findings = found(replace(SOUND, builds=(Build("metadata.json", {"tensorflow": "2.20.0"}),)))
     assert "metadata.json" in findings["drift-tensorflow"].what
     assert findings["no-record"].level == "info"
 
 
-def test_drift_that_breaks_is_one_error() -> None:
-    facts = with_package("torch", version="2.12.0", distribution_version="2.12.0")
-    facts = with_extension(
-        "torch",
-        facts,
-        loaded=False,
-        failure=Failure("raised", "OSError: undefined symbol"),
-        built=(),
-        runs={},
-        mpi=None,
-    )
-    finding = only(facts, "drift-torch")
-    assert finding.level == "error"
-    assert "undefined symbol" in finding.why
-
-
 def test_drift_of_python() -> None:
-    gone = {"file": None, "other_files": ("/env/mpi_lib.cpython-310.so",), "loaded": False, "built": (), "runs": {}}
-    facts = with_extension("tensorflow", with_extension("torch", **gone), **gone)
-    findings = found(replace(facts, builds=(replace(RECORD, python="cp310"),)))
+    facts = with_extension("tensorflow", with_extension("torch", **OTHER_PYTHON), **OTHER_PYTHON)
+    findings = found(built_for(facts, python="cp310"))
     assert "cp310" in findings["drift-python"].what
     assert "another Python" in findings["extension-missing-torch"].why
 
 
-def test_an_undefined_symbol_without_a_version_change_is_called_drift() -> None:
-    failure = Failure("raised", "OSError: mpi_lib.so: undefined symbol: _ZN3c10", "")
-    facts = with_extension("torch", loaded=False, failure=failure, built=(), runs={}, mpi=None)
-    finding = only(facts, "extension-torch")
-    assert finding.level == "error"
-    assert "Drift" in finding.why
-    assert "hvdkit install --force" in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("message", "fix"),
-    [
-        ("OSError: libmpi.so.40: cannot open shared object file", "MPI"),
-        ("OSError: libnccl.so.2: cannot open shared object file", "NCCL"),
-        ("ModuleNotFoundError: No module named 'psutil'", "pip install psutil"),
-    ],
-)
-def test_what_an_extension_lacks_is_what_the_fix_brings(message: str, fix: str) -> None:
-    facts = with_extension("torch", loaded=False, failure=Failure("raised", message), built=(), runs={}, mpi=None)
-    assert fix in only(facts, "extension-torch").fix
-
-
-def test_an_extension_for_one_framework_of_two_is_a_warning() -> None:
-    facts = with_extension("tensorflow", file=None, loaded=False, built=(), runs={}, mpi=None)
-    assert only(facts, "extension-missing-tensorflow").level == "warning"
+def test_a_launch_that_fails_in_both_frameworks_is_one_finding() -> None:
+    failed = not_training("too few open files")
+    (finding,) = CHECKS.examine(replace(failed, trained=dict.fromkeys(failed.trained, failed.trained["torch"])))
+    assert finding.what == "A training of 2 ranks in PyTorch and TensorFlow fails: too few open files."
 
 
 def test_an_extension_for_the_only_framework_missing_is_an_error() -> None:
-    facts = with_extension("torch", without_package("tensorflow"), file=None, loaded=False, built=(), runs={}, mpi=None)
+    facts = with_extension("torch", TORCH_ALONE, file=None, **NOT_LOADED)
     assert found(facts)["extension-missing-torch"].level == "error"
-
-
-def test_a_framework_that_is_gone_is_no_error() -> None:
-    facts = with_extension("tensorflow", without_package("tensorflow"), loaded=False, built=(), runs={}, mpi=None)
-    assert only(facts, "framework-gone-tensorflow").level == "info"
-    assert "2.21.0" in found(facts)["framework-gone-tensorflow"].fix
-
-
-def test_mpi_that_does_not_start_is_an_error_though_gloo_works() -> None:
-    facts = with_extension("torch", runs={"MPI": CRASH, "Gloo": None})
-    assert only(facts, "run-torch-mpi").level == "error"
-
-
-@pytest.mark.parametrize(("runs", "level"), [({"MPI": None}, "warning"), ({}, "error")])
-def test_gloo_that_does_not_start_matters_without_mpi(runs: dict[str, None], level: str) -> None:
-    facts = with_extension("torch", runs={**runs, "Gloo": CRASH})
-    assert only(facts, "run-torch-gloo").level == level
-
-
-def test_horovods_keras_api_on_keras_3() -> None:
-    facts = replace(SOUND, tensorflow_keras="3.15.1")
-    assert only(facts, "horovod-on-keras-3").level == "info"
-    assert "hvdkit.keras" in found(facts)["horovod-on-keras-3"].fix
-    assert examine(replace(facts, extensions={"torch": extension("torch")})) == []
-
-
-@pytest.mark.parametrize(("value", "speaks"), [("1", True), ("True", True), ("0", False), ("", False)])
-def test_legacy_keras_without_its_package(value: str, speaks: bool) -> None:
-    failure = Failure("raised", "ImportError: Keras cannot be imported")
-    facts = replace(
-        SOUND, environ={"TF_USE_LEGACY_KERAS": value}, tensorflow_keras=None, tensorflow_keras_failure=failure
-    )
-    assert ("legacy-keras" in found(facts)) is speaks
-    if speaks:
-        assert "pip install tf_keras" in found(facts)["legacy-keras"].fix
-        knocked_on = with_extension("tensorflow", facts, loaded=False, failure=failure, built=(), runs={}, mpi=None)
-        assert only(knocked_on, "legacy-keras").level == "error"
-
-
-def test_two_implementations_of_mpi_are_an_error_that_explains_rank_0() -> None:
-    finding = only(replace(SOUND, mpi4py_mpi=MPICH), "two-mpis")
-    assert finding.level == "error"
-    assert "every process is rank 0" in finding.why
-    assert "Open MPI 5.0.11" in finding.what
-    assert "MPICH 4.2.0" in finding.what
-    assert "mpi4py" in finding.fix
-
-
-def test_two_versions_of_one_mpi_are_a_warning() -> None:
-    other = MpiLibrary("/usr/lib/libmpi.so.40", "Open MPI", "4.1.4")
-    assert only(replace(SOUND, mpi4py_mpi=other), "two-mpis").level == "warning"
-
-
-def test_two_copies_of_the_same_mpi_are_fine() -> None:
-    assert examine(replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/usr/lib/libmpi.so.40"))) == []
-
-
-def test_mpirun_of_another_mpi_with_the_right_one_beside_it() -> None:
-    wrong = MpiLauncher("/usr/bin/mpirun", True, "MPICH", "4.2.0")
-    right = MpiLauncher("/env/bin/mpirun", False, "Open MPI", "5.0.11")
-    finding = only(replace(SOUND, mpi_launchers=(wrong, right)), "mpirun")
-    assert finding.level == "warning"  # 'hvdkit launch' takes the right one
-    assert "every process is rank 0" in finding.why
-    assert "/env/bin/mpirun" in finding.fix
-
-
-def test_mpirun_of_another_mpi_alone_is_an_error() -> None:
-    wrong = MpiLauncher("/usr/bin/mpirun", True, "MPICH", "4.2.0")
-    finding = only(replace(SOUND, mpi_launchers=(wrong,)), "mpirun")
-    assert finding.level == "error"
-    assert "/usr/bin/mpirun" in finding.fix
-    assert only(replace(with_host(schedulers=("srun",)), mpi_launchers=(wrong,)), "mpirun").level == "warning"
-    assert only(replace(SOUND, mpi_launchers=(replace(wrong, first_on_path=False),)), "mpirun").level == "error"
-
-
-def test_mpirun_of_another_major_version_is_a_warning() -> None:
-    old = MpiLauncher("/usr/bin/mpirun", True, "Open MPI", "4.1.4")
-    assert only(replace(SOUND, mpi_launchers=(old,)), "mpirun").level == "warning"
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        MpiLauncher("/env/bin/mpirun", False, "Open MPI", "5.0.11"),  # an environment that is not activated
-        MpiLauncher("/opt/pals/bin/mpiexec", True, "", ""),  # unknown: nothing can be said
-        MpiLauncher("/usr/bin/mpirun", True, "Open MPI", "5.0.3"),
-    ],
-)
-def test_launchers_that_are_fine(launcher: MpiLauncher) -> None:
-    assert examine(replace(SOUND, mpi_launchers=(launcher,))) == []
-
-
-def test_mpirun_is_compared_with_mpi4py_where_horovod_has_no_mpi() -> None:
-    facts = with_extension("torch", built=("Gloo",), mpi=None, runs={"Gloo": None})
-    facts = with_extension("tensorflow", facts, built=("Gloo",), mpi=None, runs={"Gloo": None})
-    facts = replace(facts, mpi4py_mpi=MPICH)
-    assert "mpi4py" in only(facts, "mpirun").what
-
-
-def test_no_mpirun_at_all() -> None:
-    assert only(replace(SOUND, mpi_launchers=()), "no-mpirun").level == "warning"  # Gloo is there
-    assert examine(replace(with_host(schedulers=("srun",)), mpi_launchers=())) == []
-
-
-def test_drift_of_mpi() -> None:
-    facts = replace(SOUND, builds=(replace(RECORD, mpi_version="4.1.4"),))
-    assert "4.1.4" in only(facts, "drift-mpi").what
-    assert examine(replace(SOUND, builds=(replace(RECORD, mpi_version="5.0.2"),))) == []
-    facts = replace(SOUND, builds=(replace(RECORD, mpi_implementation="MPICH", mpi_version="5.0.2"),))
-    assert only(facts, "drift-mpi").level == "warning"
-    assert examine(replace(SOUND, builds=(replace(RECORD, mpi_implementation="unknown MPI", mpi_version=""),))) == []
-
-
-def test_mpi4py_missing_broken_or_stopped() -> None:
-    assert only(replace(without_package("mpi4py"), mpi4py_mpi=None), "mpi4py-missing").level == "info"
-    broken = with_package("mpi4py", version=None, failure=Failure("raised", "cannot load MPI library"))
-    assert only(replace(broken, mpi4py_mpi=None), "import-mpi4py").level == "warning"
-    stopped = replace(SOUND, mpi4py_run=CRASH)
-    assert only(stopped, "run-mpi4py").level == "warning"
-    assert "run-mpi4py" not in found(with_extension("torch", stopped, runs={"MPI": CRASH, "Gloo": None}))
-
-
-def test_a_gpu_that_the_framework_cannot_use() -> None:
-    facts = replace(with_host(gpus=("NVIDIA H200",)), devices={"torch": Devices()})
-    finding = only(facts, "no-gpu-build-torch")
-    assert finding.level == "warning"
-    assert "NVIDIA H200" in finding.what
-
-
-def test_gpus_without_nccl() -> None:
-    gpus = ("NVIDIA H200", "NVIDIA H200")
-    facts = replace(with_host(gpus=gpus), devices={"torch": Devices("CUDA 13.0", gpus)})
-    finding = only(facts, "no-nccl-torch")
-    assert "2 GPUs (NVIDIA H200)" in finding.what
-    assert "--gpu nccl" in finding.fix
-    assert examine(with_extension("torch", facts, built=("MPI", "Gloo", "NCCL", "CUDA"))) == []
-
-
-def test_gpus_that_are_hidden_on_purpose_are_a_note() -> None:
-    facts = replace(with_host(gpus=("NVIDIA H200",)), devices={"torch": Devices("CUDA 13.0")})
-    assert only(facts, "hidden-gpus-torch").level == "warning"
-    finding = only(replace(facts, environ={"CUDA_VISIBLE_DEVICES": ""}), "hidden-gpus-torch")
-    assert finding.level == "info"
-    assert "CUDA_VISIBLE_DEVICES" in finding.fix
-
-
-def test_a_gpu_build_on_a_machine_without_gpu_is_fine() -> None:
-    assert examine(replace(SOUND, devices={"torch": Devices("CUDA 13.0")})) == []
-
-
-def test_one_core_of_many() -> None:
-    assert "affinity" in only(with_host(affinity=1), "one-core").what
-    assert "quota of 1.5" in only(with_host(cpu_quota=1.5), "one-core").what
-    assert examine(with_host(cores=1, affinity=1)) == []
-    assert examine(with_host(cpu_quota=2.0)) == []
-
-
-@pytest.mark.parametrize("value", ["9", "0", "-1", "many", "", "16,2"])
-def test_omp_threads_that_do_not_fit(value: str) -> None:
-    assert only(with_environ(OMP_NUM_THREADS=value), "omp-threads").level == "warning"
-
-
-@pytest.mark.parametrize("value", ["1", "8", "4,2"])
-def test_omp_threads_that_fit(value: str) -> None:
-    assert examine(with_environ(OMP_NUM_THREADS=value)) == []
-
-
-@pytest.mark.parametrize("free", [None, 0, 2**20])
-def test_small_shared_memory(free: int | None) -> None:
-    assert only(with_host(shm_bytes=free), "shared-memory").level == "warning"
-
-
-def test_no_compiler_is_a_note() -> None:
-    assert only(with_host(compiler=None), "compiler").level == "info"
-
-
-@pytest.mark.parametrize(("value", "fix"), [("64", "67108864"), ("64MB", "67108864"), ("1", "1048576")])
-def test_a_fusion_threshold_in_megabytes(value: str, fix: str) -> None:
-    assert (
-        f"HOROVOD_FUSION_THRESHOLD={fix}" in only(with_environ(HOROVOD_FUSION_THRESHOLD=value), "fusion-threshold").fix
-    )
-
-
-@pytest.mark.parametrize("value", ["0", "1024", "67108864"])
-def test_a_fusion_threshold_in_bytes(value: str) -> None:
-    assert examine(with_environ(HOROVOD_FUSION_THRESHOLD=value)) == []
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "name"),
-    [
-        ("HOROVOD_CONTROLLER", "nccl", "controller"),
-        ("HOROVOD_CONTROLLER", "ccl", "controller"),
-        ("HOROVOD_CPU_OPERATIONS", "CCL", "cpu-operations"),
-    ],
-)
-def test_a_choice_that_was_not_built(variable: str, value: str, name: str) -> None:
-    assert only(with_environ(**{variable: value}), name).level == "error"
-
-
-@pytest.mark.parametrize("value", ["mpi", "MPI", "gloo", "Gloo"])
-def test_a_choice_that_was_built(value: str) -> None:
-    assert examine(with_environ(HOROVOD_CONTROLLER=value, HOROVOD_CPU_OPERATIONS=value)) == []
-
-
-def test_a_timeline_that_cannot_be_written() -> None:
-    facts = replace(with_environ(HOROVOD_TIMELINE="/nowhere/t.json"), timeline_problem="there is no directory /nowhere")
-    assert "/nowhere" in only(facts, "timeline").what
 
 
 @pytest.mark.parametrize(
@@ -515,9 +348,3 @@ def test_families_of_mpi() -> None:
     assert same_family("", "MPICH")
     assert same_family("unknown MPI", "Open MPI")
     assert not same_family("Open MPI", "Intel MPI")
-
-
-def test_a_launch_that_fails_is_an_error_whatever_else_works():
-    found = only(replace(SOUND, launch_problem="mpirun exited with status 213 before any rank started."), "launch")
-    assert found.level == "error"
-    assert found.what == "A training of 2 ranks fails: mpirun exited with status 213 before any rank started."

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.prepare.doctor import host
-from hvdkit.prepare.doctor.facts import DoctorHost
+from hvdkit.prepare.doctor.host import DoctorHost
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -416,7 +416,7 @@ def test_a_batch_job_runs_its_launcher_passes_its_status_on_and_starts_again(slu
     checked = start(slurm_job, "-n", "4", "--preflight", "--", sys.executable, "-c", "print(1)")
     out, err = checked.communicate(timeout=120)
     assert (checked.returncode, out) == (2, "")
-    assert "start 'hvdkit preflight' itself" in err
+    assert "start 'hvdkit doctor --job' itself" in err
 
 
 def test_what_dry_run_prints_can_be_pasted(slurm_job):

@@ -7,9 +7,10 @@ import subprocess
 import pytest
 
 from hvdkit import cli
-from hvdkit.prepare.test.cli import RANKS
+from hvdkit.prepare.doctor.two_ranks import RANKS, train
 
-SUM = "hvdkit test: allreduce: 1 + 2 = 3 on every rank, under Open MPI\n"
+OVER = "hvdkit test: controller: MPI\n"
+SUM = OVER + "hvdkit test: allreduce: 1 + 2 = 3 on every rank, under Open MPI\n"
 SAME = "hvdkit test: training: after 10 steps all ranks have the same weights, bit for bit\n"
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: no such thing\n'
 
@@ -28,8 +29,9 @@ def job(monkeypatch):
     """Jobs end as ``job["ends"]`` says; their command lines are kept in ``job["argv"]``."""
     found = {"argv": [], "ends": (0, (SUM + SAME) * RANKS)}
 
-    def run(argv, *, timeout, **_):
+    def run(argv, *, timeout, env, **_):
         found["argv"].append(argv)
+        found["env"] = env
         status, text = found["ends"]
         if status is None:
             raise subprocess.TimeoutExpired(argv, timeout, text.encode())
@@ -68,7 +70,7 @@ def test_each_framework_that_is_found_is_trained_by_launch(installed, job, capsy
     trained = [f"{name} {check}" for name in ("torch", "tensorflow", "keras") for check in ("allreduce", "training")]
     assert [line[8:28].strip() for line in lines[:-2]] == ["Horovod", *trained]
     assert all(line.startswith("ok  ") for line in lines[:-2])
-    assert job["argv"][1][3:] == [
+    assert job["argv"][1][4:] == [
         "launch", "-n", "2", "--no-tag", "--", "python", "-m", "hvdkit.synthetic.smoke", "tensorflow", "2", "cpu",
     ]  # fmt: skip
     assert said(capsys, "--framework", "keras")[0] == 0 and len(job["argv"]) == 4
@@ -104,3 +106,12 @@ def test_a_check_passes_only_if_both_ranks_say_so(installed, job, capsys, status
     assert last["check"] == f"torch {failed}" and last["what"].startswith(why)
     assert "hvdkit launch -n 2 --no-tag -- python -m hvdkit.synthetic.smoke torch 2 cpu" in last["fix"]
     assert ("--timeout 600" in last["fix"]) == (status is None)
+
+
+def test_the_job_writes_over_no_file_and_says_what_it_ran_over(job):
+    found = train("torch", 60, {"HOROVOD_TIMELINE": "mine.json", "HOROVOD_GLOO_IFACE": "lo"})
+    assert job["env"] == {"HOROVOD_GLOO_IFACE": "lo"}
+    assert (found.controller, found.problem) == ("MPI", None)
+    job["ends"] = 213, "hvdkit launch: no loopback.\n"
+    found = train("torch", 60, {})
+    assert (found.controller, found.problem) == ("", "hvdkit launch: no loopback")

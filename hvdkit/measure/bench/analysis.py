@@ -239,7 +239,7 @@ def causes(rows: Sequence[ScalingRow]) -> list[Cause]:
         names = name_ranks(late.ranks)
         comes = f"{names.capitalize()} {'come' if len(late.ranks) > 1 else 'comes'} late, and the others wait"
         kind, what = "compute", f"{comes}: the computation takes longer."
-        advice = f"Look at the batches, the cores and the clock of {names} (hvdkit preflight)."
+        advice = f"Look at the batches, the cores and the clock of {names} (hvdkit doctor --job)."
         if late.input_s >= (late.compute_s or 0.0):
             kind, what = "input", f"{comes}: for the input."
             advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher
+from hvdkit.prepare.doctor.two_ranks import TwoRanks
+
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 """Import name and display name of the frameworks that Horovod has an extension for."""
 
@@ -107,7 +110,6 @@ class Extension:
         failure: why it did not.
         built: what it was built with, of "MPI", "Gloo", "NCCL", "CUDA", "ROCm", "CCL", "DDL".
         mpi: the MPI library that its process had loaded.
-        runs: controller ("MPI", "Gloo") -> None when init, size and an allreduce of one process succeeded.
     """
 
     framework: str
@@ -117,7 +119,6 @@ class Extension:
     failure: Failure | None = None
     built: tuple[str, ...] = ()
     mpi: MpiLibrary | None = None
-    runs: Mapping[str, Failure | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,56 +143,6 @@ class Build:
 
 
 @dataclass(frozen=True)
-class MpiLauncher:
-    """An ``mpirun`` or ``mpiexec``.
-
-    Attributes:
-        path: as found, not resolved.
-        first_on_path: what a user gets who types the bare name.
-        implementation, version: as in MpiLibrary, "" when unknown.
-    """
-
-    path: str
-    first_on_path: bool
-    implementation: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
-
-
-@dataclass(frozen=True)
-class DoctorHost:
-    """The machine, without its name.
-
-    Attributes:
-        platform: system and processor.
-        cores: CPUs of the machine.
-        affinity: CPUs that this process may run on.
-        cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
-        shm_bytes: free bytes of /dev/shm, None when it does not exist.
-        gpus: accelerators that the kernel's drivers show, whatever the frameworks see.
-        compiler: path of a C++ compiler, None without one.
-        schedulers: job launchers on PATH that can start MPI processes in place of mpirun.
-    """
-
-    platform: str
-    cores: int
-    affinity: int
-    cpu_quota: float | None = None
-    shm_bytes: int | None = None
-    gpus: tuple[str, ...] = ()
-    compiler: str | None = None
-    schedulers: tuple[str, ...] = ()
-
-    @property
-    def usable_cores(self) -> int:
-        """Whole cores that a process can use at the same time, at least 1."""
-        quota = self.affinity if self.cpu_quota is None else int(self.cpu_quota)
-        return max(1, min(self.affinity, quota))
-
-
-@dataclass(frozen=True)
 class DoctorFacts:
     """Everything that the checks look at.
 
@@ -207,12 +158,11 @@ class DoctorFacts:
         builds: records of what Horovod was built for, hvdkit's own first.
         build_error: why hvdkit's record could not be read.
         mpi4py_mpi: the MPI library that mpi4py loads.
-        mpi4py_run: why MPI_Init and an allreduce failed there.
         mpi_launchers: what PATH has first, then those of the environment and of the build record.
         environ: the variables that matter to training (HOROVOD_*, OMP_NUM_THREADS, ...) and are set.
         timeline_problem: why HOROVOD_TIMELINE cannot be written, None when it can or is not set.
-        launch_problem: why a training of 2 ranks, started by ``hvdkit launch``, fails; None where it works, or where
-            no framework could be used for it.
+        trained: framework's import name -> what 2 ranks said that ``hvdkit launch`` started, for each that Horovod's
+            extension loads in.
         seconds_allowed: time limit of each probe.
     """
 
@@ -229,11 +179,10 @@ class DoctorFacts:
     builds: tuple[Build, ...] = ()
     build_error: str | None = None
     mpi4py_mpi: MpiLibrary | None = None
-    mpi4py_run: Failure | None = None
     mpi_launchers: tuple[MpiLauncher, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     timeline_problem: str | None = None
-    launch_problem: str | None = None
+    trained: Mapping[str, TwoRanks] = field(default_factory=dict)
     seconds_allowed: float = 60.0
 
     @property
@@ -250,3 +199,7 @@ class DoctorFacts:
     def built_with(self, feature: str) -> bool:
         """Whether any extension that loads was built with ``feature`` ("MPI", "NCCL", ...)."""
         return any(feature in extension.built for extension in self.loaded_extensions())
+
+    def launch_problem(self, framework: str) -> str | None:
+        """Why a training of 2 ranks, started by ``hvdkit launch``, fails; None where it works or was not tried."""
+        return self.trained[framework].problem if framework in self.trained else None

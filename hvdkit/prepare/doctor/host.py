@@ -7,13 +7,13 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.common import masked
 from hvdkit.common.ask import version
 from hvdkit.common.files import text_if_there
 from hvdkit.common.mpi_names import identify
-from hvdkit.prepare.doctor.facts import DoctorHost, MpiLauncher
 
 _RELEVANT = (
     "HOROVOD_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS",
@@ -22,6 +22,56 @@ _RELEVANT = (
 """Beginnings of the names of variables that change a training; a report shows no others."""
 
 _SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
+
+
+@dataclass(frozen=True)
+class MpiLauncher:
+    """An ``mpirun`` or ``mpiexec``.
+
+    Attributes:
+        path: as found, not resolved.
+        first_on_path: what a user gets who types the bare name.
+        implementation, version: as in MpiLibrary, "" when unknown.
+    """
+
+    path: str
+    first_on_path: bool
+    implementation: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
+
+
+@dataclass(frozen=True)
+class DoctorHost:
+    """The machine, without its name.
+
+    Attributes:
+        platform: system and processor.
+        cores: CPUs of the machine.
+        affinity: CPUs that this process may run on.
+        cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
+        shm_bytes: free bytes of /dev/shm, None when it does not exist.
+        gpus: accelerators that the kernel's drivers show, whatever the frameworks see.
+        compiler: path of a C++ compiler, None without one.
+        schedulers: job launchers on PATH that can start MPI processes in place of mpirun.
+    """
+
+    platform: str
+    cores: int
+    affinity: int
+    cpu_quota: float | None = None
+    shm_bytes: int | None = None
+    gpus: tuple[str, ...] = ()
+    compiler: str | None = None
+    schedulers: tuple[str, ...] = ()
+
+    @property
+    def usable_cores(self) -> int:
+        """Whole cores that a process can use at the same time, at least 1."""
+        quota = self.affinity if self.cpu_quota is None else int(self.cpu_quota)
+        return max(1, min(self.affinity, quota))
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:

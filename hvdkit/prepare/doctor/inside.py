@@ -149,52 +149,12 @@ def extension(framework: str) -> dict[str, Any]:
     return {"built": built, "mpi": _loaded_mpi()}
 
 
-def run(framework: str, controller: str) -> None:
-    """Horovod's init, size, an allreduce and shutdown in this one process, over one controller.
-
-    Raises:
-        RuntimeError: a wrong size or sum, or another controller than the one asked for.
-    """
-    os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = controller
-    importlib.import_module(framework)
-    horovod = importlib.import_module(f"horovod.{framework}")
-    horovod.init()
-    if horovod.size() != 1:
-        raise RuntimeError(f"a single process is told that the size of its job is {horovod.size()}")
-    if not getattr(horovod, f"{controller.lower()}_enabled")():
-        raise RuntimeError(f"Horovod does not use {controller} when HOROVOD_CONTROLLER={controller}")
-    total = _allreduce(framework, horovod)
-    if total != [1.0, 2.0]:
-        raise RuntimeError(f"an allreduce of [1.0, 2.0] over one process gave {total}")
-    horovod.shutdown()
-
-
-def _allreduce(framework: str, horovod: Any) -> list[float]:
-    module = importlib.import_module(framework)
-    if framework == "torch":
-        summed = horovod.allreduce(module.tensor([1.0, 2.0]), name="doctor", op=horovod.Sum)
-    else:
-        with module.device("CPU:0"):
-            summed = horovod.allreduce(module.constant([1.0, 2.0]), name="doctor", op=horovod.Sum)
-    return [float(number) for number in summed.numpy()]
-
-
 def mpi4py() -> dict[str, Any]:
     """Load mpi4py and its MPI library, without MPI_Init."""
     module = importlib.import_module("mpi4py")
     module.rc.initialize = False
     importlib.import_module("mpi4py.MPI")
     return {**imported("mpi4py"), "mpi": _loaded_mpi()}
-
-
-def mpi4py_run() -> None:
-    """MPI_Init, an allreduce of one process and MPI_Finalize through mpi4py."""
-    mpi = importlib.import_module("mpi4py.MPI")
-    mpi.Init()
-    total = mpi.COMM_WORLD.allreduce(1)
-    if total != 1:
-        raise RuntimeError(f"an allreduce of 1 over one process gave {total}")
-    mpi.Finalize()
 
 
 def _loaded_mpi() -> dict[str, str] | None:
@@ -213,26 +173,19 @@ def _loaded_mpi() -> dict[str, str] | None:
     return None
 
 
-def _of_framework(name: str) -> dict[str, tuple[Callable[[], Any], str]]:
-    return {
-        name: (partial(imported, name), ""),
-        f"{name}.devices": (tensorflow_devices if name == "tensorflow" else torch_devices, name),
-        f"{name}.extension": (partial(extension, name), name),
-        f"{name}.run.Gloo": (partial(run, name, "Gloo"), f"{name}.extension"),
-        f"{name}.run.MPI": (partial(run, name, "MPI"), f"{name}.extension"),
-    }
-
-
 STAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "inventory": (inventory, ""),
     "horovod": (partial(imported, "horovod"), ""),
     "jax": (partial(imported, "jax"), ""),
-    "keras": (keras, "tensorflow"),
     "mpi4py": (mpi4py, ""),
-    "mpi4py.run": (mpi4py_run, "mpi4py"),
-    **_of_framework("torch"),
-    **_of_framework("tensorflow"),
+    "torch": (partial(imported, "torch"), ""),
+    "torch.devices": (torch_devices, "torch"),
+    "torch.extension": (partial(extension, "torch"), "torch"),
+    "tensorflow": (partial(imported, "tensorflow"), ""),
+    "tensorflow.devices": (tensorflow_devices, "tensorflow"),
     "tensorflow.keras": (tensorflow_keras, "tensorflow"),
+    "tensorflow.extension": (partial(extension, "tensorflow"), "tensorflow"),
+    "keras": (keras, "tensorflow"),
 }
 """By stage what it does, and the stage whose failure leaves nothing to find out, "" for none."""
 

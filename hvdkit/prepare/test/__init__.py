@@ -1,1 +1,1 @@
-"""Trains on two ranks here, in every framework found: ``cli.py`` starts ``hvdkit.synthetic.smoke`` and reads it."""
+"""Trains on two ranks here, in every framework found: the start is the doctor's (``doctor.two_ranks``)."""

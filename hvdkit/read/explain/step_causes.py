@@ -236,7 +236,7 @@ def _why(job: StepTable, part: str, rows: list[int], less: Floats, at: When, hos
         )  # fmt: skip
     compute = (
         f"See whether {who} {has} more to compute (size of the batch, length of the samples, work that it alone does) "
-        "or a slower core or device (hvdkit preflight)."
+        "or a slower core or device (hvdkit doctor --job)."
     )
     lost = float(less[rows].mean())
     unread = not job.parts["input"].any()
@@ -252,7 +252,7 @@ def _why(job: StepTable, part: str, rows: list[int], less: Floats, at: When, hos
             return "affinity", "affinity", f"; {_ms(queued)} more a step without a core; {shared}", _rebind()
         return "cores", "host", f"; {_ms(queued)} more a step without a core", (
             "See what else runs on that host and on those cores: another job, more threads than cores, two ranks bound "
-            "to one core (hvdkit preflight; --bind core, --threads)."
+            "to one core (hvdkit doctor --job; --bind core, --threads)."
         )  # fmt: skip
     if (ran if _computes_itself(job) else max(ran, of_all)) >= 0.5 * lost:
         return "compute", "host" if host else "compute", "", _compare_host() if host else compute
@@ -265,7 +265,7 @@ def _why(job: StepTable, part: str, rows: list[int], less: Floats, at: When, hos
 
 
 def _compare_host() -> str:
-    return "Compare that host with another one (hvdkit preflight there): clock rate, memory, devices, other jobs."
+    return "Compare that host with another one (hvdkit doctor --job there): clock rate, memory, devices, other jobs."
 
 
 def _unread(who: str, reads: str) -> str:
@@ -339,7 +339,7 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
     else:
         what, advice = "A different rank is late in each step.", (
             "Give the same work to all ranks in a step (samples of one length together), and keep other programs off "
-            "their cores (hvdkit preflight, --bind core)."
+            "their cores (hvdkit doctor --job, --bind core)."
         )  # fmt: skip
     in_steps = share_text(float((lost > 0.5 * lost.mean()).mean()))
     evidence = f"no rank causes most of it in most steps; in {in_steps} of {job.steps} steps"
@@ -509,7 +509,7 @@ def _few_cores(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candidat
             shared = "as many as they seem bound to" if abs(used - bound) <= _WHOLE_CORES * bound else None
         if shared is None and used < _OWN_USE * launched.cores:
             kind, what = "host", "Other programs take the cores of the ranks."
-            advice = "See what else runs there (top, hvdkit preflight), and have the batch system give whole nodes."
+            advice = "See what else runs there (top, hvdkit doctor --job), and have the batch system give whole nodes."
     if shared is not None:
         kind, what, advice = "affinity", "The ranks share cores by their binding.", _rebind()
         seen += f"; {shared}"

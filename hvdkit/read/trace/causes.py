@@ -118,7 +118,7 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
         advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
         return _cause(summary, "input", lost, f"{comes}: for its input.", evidence, advice, ranks)
     if more["computation"] >= lost / 2:
-        advice = f"Look at the size of the batches of {names}, its cores or clock (hvdkit preflight)."
+        advice = f"Look at the size of the batches of {names}, its cores or clock (hvdkit doctor --job)."
         return _cause(summary, "compute", lost, f"{comes}: it computes longer.", evidence, advice, ranks)
     advice = (
         f"Look at the host of {names} and at its own code between the operators; mark an input that is no "

@@ -13,10 +13,8 @@ import click
 from msgspec import structs
 
 from hvdkit.common.commands import with_options
-from hvdkit.common.table import console
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.prepare.doctor.finding import has_errors
-from hvdkit.prepare.preflight import exchange, findings, show
+from hvdkit.prepare.doctor import job as ranks
 from hvdkit.run.launch import (
     batch,
     facts,
@@ -124,19 +122,13 @@ def _could_train(job: LaunchPlan) -> bool:
     if job.direct:
         raise InvalidArgumentError(
             f"--preflight works on one machine, and {job.launcher_name} starts ranks on other hosts; start 'hvdkit "
-            "preflight' itself in place of the command."
+            "doctor --job' itself in place of the command."
         )
     with tempfile.TemporaryDirectory(prefix="hvdkit-preflight-") as directory:
-        command = (str(facts.own_python()), "-m", "hvdkit.cli", "preflight", "--report", directory)
+        command = (str(facts.own_python()), *ranks.arguments(directory))
         environment = {name: value for name, value in job.environment.items() if name != "HOROVOD_TIMELINE"}
         supervise.run(replace(job, command=command, environment=environment, stall_timeout=None))
-        reports = exchange.read(Path(directory))
-    if not reports:
-        click.echo("hvdkit launch: no rank left a report; the preflight's errors are above.", err=True)
-        return False
-    found = findings.examine(reports)
-    show.page(reports, found).show(console(stderr=True))
-    return not has_errors(found)
+        return ranks.could_train(Path(directory))
 
 
 def _run(request: Request, job: LaunchPlan, restarts: int, *, tagged: bool, verbose: bool) -> int:

@@ -307,7 +307,7 @@ _typed(
 _typed(
     "preflight",
     is_flag=True,
-    help="Check every rank first (hvdkit preflight); start COMMAND only if all can train.",
+    help="Check every rank first (hvdkit doctor --job); start COMMAND only if all can train.",
 )
 _typed(
     "restarts",

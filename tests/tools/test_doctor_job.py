@@ -1,4 +1,4 @@
-"""A preflight's findings on reports made by hand, its JSON, and what CUDA_VISIBLE_DEVICES leaves."""
+"""``hvdkit doctor --job``: findings on reports made by hand, its JSON, and what CUDA_VISIBLE_DEVICES leaves."""
 
 import json
 from dataclasses import replace
@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from hvdkit.common import json_files
-from hvdkit.prepare.preflight import exchange, show
-from hvdkit.prepare.preflight.findings import examine
-from hvdkit.prepare.preflight.report import Place, RankReport, look, visible
+from hvdkit.prepare.doctor import job as ranks
+from hvdkit.prepare.doctor.finding import LEVELS
+from hvdkit.prepare.doctor.job import CHECKS, JobReport, Place, RankReport, look, visible
 
 VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "horovod": "0.28.1"}
 
@@ -30,7 +30,9 @@ def job(n=4, hosts=("a", "b"), **changes):
             library="Open MPI 5.0.11",
             cores=tuple(range(8)),
             threads=4,
-            devices=("GPU-1", "GPU-2"),
+            gpus=("GPU-1", "GPU-2"),
+            device=f"GPU-{rank % per_host + 1}",
+            nccl=True,
             versions=VERSIONS,
             free_bytes={"/scratch": 2**40},
             clock=1e9 + rank * 1e-3,
@@ -45,104 +47,86 @@ def changed(reports, rank, **changes):
 
 
 def test_a_sound_job_has_no_findings():
-    assert examine(job()) == []
+    assert CHECKS.examine(job()) == []
+    assert CHECKS.examine([replace(one, device="cpu") for one in job()]) == []
+
+
+ALONE = "srun started rank 0 of 4, but Horovod (over Open MPI) sees rank 0 of 1"
+ON_ONE_GPU = [replace(one, device="GPU-1") for one in job()]
 
 
 @pytest.mark.parametrize(
     ("reports", "check", "level", "part"),
     [
+        ([replace(job()[0], problem=ALONE)], "start", "error", f"on rank 0 (a): {ALONE}"),
         (
-            [replace(report, horovod=Place(0, 1)) for report in job()[:1]],
-            "singleton",
+            changed(changed(job(), 2, problem="no extension"), 3, problem="no extension"),
+            "start",
             "error",
-            "srun started 4 ranks, but Horovod over Open MPI 5.0.11 sees rank 0 of 1 on rank 0",
-        ),
-        (
-            changed(changed(job(), 2, horovod=Place(3, 4), mpi=Place(3, 4)), 3, horovod=Place(2, 4), mpi=Place(2, 4)),
-            "places",
-            "error",
-            "srun started rank 2 of 4, which Horovod sees as rank 3 of 4",
+            "on ranks 2-3 (b): no extension",
         ),
         (
             [replace(one, mpi=Place(0, 1)) for one in job()],
-            "places",
+            "mpi4py",
             "warning",
-            "mpi4py sees rank 0 of 1, Horovod rank 0 of 4",
+            "mpi4py sees rank 0 of 1, Horovod rank 0 of 4 (ranks 0-3)",
         ),
         (job()[:3], "missing-ranks", "error", "no report from rank 3 of 4"),
-        (
-            changed(job(), 1, horovod=Place(error="torch: no extension")),
-            "horovod",
-            "error",
-            "on rank 1: torch: no extension",
-        ),
-        (
-            changed(job(), 0, launched=Place(error="SLURM_PROCID is not set"), horovod=Place(0, 4)),
-            "environment",
-            "error",
-            "SLURM_PROCID",
-        ),
-        (
-            [replace(one, devices=("GPU-1",)) for one in job()],
-            "gpus",
-            "error",
-            "ranks 0-1 on a would use the same GPU, GPU-1",
-        ),
-        (
-            [replace(one, devices=("GPU-1", "GPU-2")) for one in job(6)],
-            "gpus",
-            "error",
-            "rank 2 on a have no GPU of their own: 2 visible for 3 ranks",
-        ),
-        (changed(job(), 3, devices=()), "gpus", "error", "rank 3 see no GPU"),
+        (ON_ONE_GPU, "gpus", "error", "ranks 0-1 on a use the same GPU, GPU-1"),
+        ([replace(one, nccl=False) for one in ON_ONE_GPU], "gpus", "warning", "ranks 2-3 on b use the same GPU, GPU-1"),
+        (changed(job(), 3, device="cpu"), "gpus", "error", "rank 3 train on the CPU"),
         (
             changed(job(), 3, versions={**VERSIONS, "torch": "2.12.0"}),
             "versions",
-            "error",
+            "warning",
             "torch is not the same on all ranks: 2.13.0 on ranks 0-2; 2.12.0 on rank 3",
         ),
         (
             changed(job(), 2, versions={"Python": "3.11.7", "torch": "2.13.0"}),
             "versions",
-            "error",
+            "warning",
             "horovod is missing on rank 2 (b)",
         ),
         ([replace(one, cores=(0,), threads=1) for one in job()], "cores", "warning", "2 ranks share 1 cores on a"),
-        ([replace(one, threads=8) for one in job()], "cores", "warning", "would run 16 threads on 8 cores"),
+        ([replace(one, threads=8) for one in job()], "threads", "warning", "would run 16 threads on 8 cores"),
         (changed(job(), 1, free_bytes={"/scratch": 5 * 2**20}), "disk", "warning", "/scratch on a has 5 MiB left"),
         (changed(job(), 2, clock=1e9 + 3.5), "clocks", "warning", "a and b are 3.5 s apart"),
     ],
 )
-def test_each_fault_is_found(reports, check, level, part):
-    found = examine(reports)
-    assert (check, level) in [(finding.check, finding.level) for finding in found]
-    assert any(part in finding.what for finding in found if finding.check == check)
-    assert [finding.level for finding in found] == sorted(finding.level for finding in found)
+def test_each_fault_is_found_and_nothing_else(reports, check, level, part):
+    found = CHECKS.examine(reports)
+    assert {(finding.check, finding.level) for finding in found} == {(check, level)}
+    assert any(part in finding.what for finding in found)
     assert all(finding.why and finding.fix for finding in found)
 
 
-def test_one_fault_is_one_finding():
-    assert len(examine(job()[:3])) == 1
-    assert len(examine([replace(report, horovod=Place(0, 1), mpi=Place(0, 1)) for report in job()[:1]])) == 1
+def test_errors_come_first():
+    levels = [one.level for one in CHECKS.examine(changed(job()[:3], 1, clock=1e9 + 9))]
+    assert levels == sorted(levels, key=list(LEVELS).index) == ["error", "warning"]
 
 
-def test_reports_travel_as_files(tmp_path):
+def test_reports_travel_as_files_and_say_whether_the_job_can_train(tmp_path, capsys):
+    assert not ranks.could_train(tmp_path)
     for report in job():
-        exchange.write(tmp_path, report)
-    assert exchange.read(tmp_path) == job()
+        ranks.write(tmp_path, report)
+    assert ranks.could_train(tmp_path)
+    assert "The job can train: 4 of 4 ranks" in capsys.readouterr().err
+    ranks.write(tmp_path, replace(job()[2], problem="hk.init has not returned."))
+    assert not ranks.could_train(tmp_path)
+    assert "on rank 2 (b): hk.init has not returned." in capsys.readouterr().err
 
 
 def test_json_and_text_say_the_same():
     reports = job()[:3]
-    found = examine(reports)
-    parsed = json.loads(json_files.encode(show.seen(reports, found)))
+    found = CHECKS.examine(reports)
+    parsed = json.loads(json_files.encode(JobReport(False, tuple(found), tuple(reports))))
     assert not parsed["ok"] and [one["check"] for one in parsed["findings"]] == ["missing-ranks"]
     assert [rank["device"] for rank in parsed["ranks"]] == ["GPU-1", "GPU-2", "GPU-1"]
     written = StringIO()
-    show.page(reports, found).show(Console(file=written, width=100))
+    ranks.page(changed(reports, 0, host="[red]x"), found).show(Console(file=written, width=100))
     assert "error [missing-ranks]" in written.getvalue() and "2 of 4" in written.getvalue()
-    assert "The job would not train as it is: 3 of 4 ranks, 1 findings." in written.getvalue()
-    assert "[red]" not in json_files.encode(show.seen(changed(job(), 0, host="[red]x"), [])).replace("[red]x", "")
+    assert "The job cannot train as it is: 3 of 4 ranks, 1 findings." in written.getvalue()
+    assert "[red]x" in written.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +140,7 @@ def test_visible_devices(chosen, left):
 
 def test_a_process_without_a_launcher_and_one_with_half_an_environment():
     own = look({"PATH": ""})
-    assert (own.launcher, own.rank, own.size, own.devices) == ("none", 0, 1, ())
+    assert (own.launcher, own.rank, own.size, own.gpus) == ("none", 0, 1, ())
     assert own.versions["numpy"] and own.cores and min(own.free_bytes.values()) > 0
     assert "PMI_SIZE is not set" in look({"PATH": "", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}).launched.error
     assert look({"PATH": "", "OMP_NUM_THREADS": "3"}).threads == 3

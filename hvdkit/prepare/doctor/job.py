@@ -1,0 +1,529 @@
+"""``hvdkit doctor --job``: every rank of a job takes the first two steps and says what it sees; rank 0 compares.
+
+The ranks start as a training does, by ``hk.init`` and ``hk.pin_device``: that a rank cannot train is what these say.
+Their reports meet over Horovod where it connects the ranks, else over mpi4py; where neither does, each process has its
+own alone. For ``hvdkit launch --preflight``, which outlives the ranks, they are files in a directory, one a rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from hvdkit.common.ask import ask
+from hvdkit.common.json_files import Document
+from hvdkit.common.table import Page, Table, console
+from hvdkit.errors import LauncherError
+from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
+from hvdkit.prepare.install.find_frameworks import distribution
+from hvdkit.steps import launchers
+from hvdkit.steps.device import cpu_threads_here, device_index
+from hvdkit.steps.mpi_library import loaded_mpi
+from hvdkit.steps.ranks import name_ranks
+
+PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "mpi4py", "numpy")
+ENOUGH_DISK = 2**30
+"""Bytes below which a checkpoint may not fit."""
+CLOCK_SKEW_S = 1.0
+"""Seconds beyond which logs and timelines of two hosts cannot be read side by side."""
+_NVIDIA_SECONDS = 20
+_CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank and the number of ranks, as one of the parties sees them.
+
+    Attributes:
+        rank, size: None where it could not be asked.
+        error: why; "" where it could.
+    """
+
+    rank: int | None = None
+    size: int | None = None
+    error: str = ""
+
+    def __str__(self) -> str:
+        return "-" if self.rank is None else f"{self.rank} of {self.size}"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of a job.
+
+    Attributes:
+        host: name of its host.
+        pid: its process.
+        launcher: what started it, "none" without a launcher.
+        launched, horovod, mpi: its place by the launcher's environment, by Horovod and by mpi4py.
+        problem: why ``hk.init`` or ``hk.pin_device`` fails here; "" where they work.
+        local_rank: its rank among those of its host, by the launcher or Horovod; None where neither says.
+        library: what Horovod communicates through.
+        nccl: Horovod reduces over NCCL.
+        device: what ``hk.pin_device`` gave it: "cpu", or a GPU by its identity, where nvidia-smi says it.
+        cores: the cores that it may run on.
+        threads: compute threads that it would use.
+        gpus: identities of the GPUs that CUDA shows it, in their order.
+        versions: of Python and the packages that it would import.
+        free_bytes: by directory, the space left for it.
+        clock: seconds since 1970, taken when all ranks had met.
+    """
+
+    host: str
+    pid: int
+    launcher: str
+    launched: Place
+    horovod: Place = Place()
+    mpi: Place = Place()
+    problem: str = ""
+    local_rank: int | None = None
+    library: str = ""
+    nccl: bool = False
+    device: str = ""
+    cores: tuple[int, ...] = ()
+    threads: int = 1
+    gpus: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    free_bytes: Mapping[str, int] = field(default_factory=dict)
+    clock: float = 0.0
+
+    also: ClassVar[tuple[str, ...]] = ("rank",)
+    """Properties that JSON has, too."""
+
+    @property
+    def rank(self) -> int:
+        """The rank that it was started as."""
+        return next((place.rank for place in (self.launched, self.horovod) if place.rank is not None), 0)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that were started."""
+        return next((place.size for place in (self.launched, self.horovod) if place.size is not None), 1)
+
+
+Reports = Sequence[RankReport]
+Gather = Callable[[str], list[str]]
+
+
+class JobReport(Document, frozen=True):
+    """What the ranks of a job see.
+
+    Attributes:
+        ok: the job can train.
+        findings: errors first.
+        ranks: of each rank its ``rank``, and what it saw of itself.
+    """
+
+    kind = "doctor-job"
+    written_by = "hvdkit doctor --job --json"
+
+    ok: bool
+    findings: tuple[Found, ...]
+    ranks: tuple[RankReport, ...]
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def examine_job(timeout_s: float, *, as_json: bool, report_to: Path | None) -> int:
+    """Meet the other ranks, and on rank 0 print what all see and what is wrong with it; the exit status.
+
+    Args:
+        timeout_s: seconds until a rank that the others do not join ends.
+        as_json: print one JSON object.
+        report_to: leave the report of this rank there for ``could_train``, and print nothing.
+    """
+    own = look(os.environ)
+    if report_to is not None:  # should the rank hang or die, this is what is known of it
+        write(report_to, replace(own, problem="hk.init has not returned."))
+    watch = threading.Timer(timeout_s, _give_up, (own.rank, own.size, timeout_s))
+    watch.daemon = True
+    watch.start()
+    reports = meet(own)
+    watch.cancel()
+    if report_to is not None:
+        write(report_to, next(one for one in reports if one.rank == own.rank))
+        return 0
+    found = CHECKS.examine(reports)
+    if own.rank == 0:
+        document = JobReport(not has_errors(found), tuple(found), tuple(reports))
+        page(reports, found).print("json" if as_json else None, document)
+    return 1 if has_errors(found) else 0
+
+
+def arguments(directory: str) -> tuple[str, ...]:
+    """What each rank of a job gives its Python, so that ``could_train`` finds their reports in ``directory``."""
+    return ("-m", "hvdkit.cli", "doctor", "--job", "--report-to", directory)
+
+
+def could_train(directory: Path) -> bool:
+    """Print to standard error what the ranks left in a directory, and what is wrong with it; whether they can train."""
+    reports = _by_rank(file.read_text(encoding="utf-8") for file in directory.glob("rank-*.json"))
+    if not reports:
+        console(stderr=True).print("hvdkit doctor: no rank left a report; their errors are above.")
+        return False
+    found = CHECKS.examine(reports)
+    page(reports, found).show(console(stderr=True))
+    return not has_errors(found)
+
+
+def page(reports: Reports, findings: Sequence[Found]) -> Page:
+    """A table of the ranks, the findings, and a verdict."""
+    ways = sorted({f"{report.launcher} starts the ranks, Horovod over {report.library or '?'}" for report in reports})
+    columns: dict[str, Callable[[RankReport], object]] = {
+        "rank": lambda report: report.rank,
+        "host": lambda report: report.host,
+        "launcher": lambda report: report.launched,
+        "Horovod": lambda report: report.horovod,
+        "MPI": lambda report: report.mpi,
+        "device": lambda report: report.device or None,
+        "cores": lambda report: len(report.cores),
+        "threads": lambda report: report.threads,
+    }
+    rows = [[cell(report) for cell in columns.values()] for report in reports]
+    size = max(report.size for report in reports)
+    verdict = "The job cannot train as it is" if has_errors(findings) else "The job can train"
+    return Page(
+        [
+            "; ".join(ways),
+            Table("", list(columns), rows, left=list(columns)[1:6]),
+            *paragraphs(findings, WIDEST)[1:],
+            *([""] if findings else []),
+            f"{verdict}: {len(reports)} of {size} ranks, {len(findings)} findings.",
+        ]
+    )
+
+
+def _give_up(rank: int, size: int, timeout_s: float) -> None:
+    sys.stderr.write(
+        f"hvdkit doctor: rank {rank} of {size} has not met the others after {timeout_s:g} s; look for errors of other "
+        "ranks above, check that every host has this environment and that they reach each other.\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# One rank -------------------------------------------------------------------------------------------------------------
+
+
+def look(environ: Mapping[str, str]) -> RankReport:
+    """This process before it has met the others."""
+    found, launched = None, Place()
+    try:
+        if found := launchers.detect(environ):
+            launched = Place(found.rank, found.size)
+    except LauncherError as error:
+        launched = Place(error=str(error))
+    given = environ.get("OMP_NUM_THREADS", "")
+    installed = {name: package.version for name in PACKAGES if (package := distribution(name))}
+    return RankReport(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        launcher=found.launcher if found else "none",
+        launched=launched,
+        local_rank=found.local_rank if found else None,
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        threads=int(given)
+        if given.isdecimal() and int(given)
+        else cpu_threads_here((found.local_size if found else None) or 1),
+        gpus=_gpus(environ),
+        versions={"Python": platform.python_version(), "executable": sys.executable, **installed},
+        free_bytes={path: shutil.disk_usage(path).free for path in (str(Path.cwd()), tempfile.gettempdir())},
+    )
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Identities of the NVIDIA GPUs that CUDA would show this process."""
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return ()
+    answer = ask([program, "--query-gpu=uuid", "--format=csv,noheader"], seconds=_NVIDIA_SECONDS)
+    listed = [word for word in answer.text.split() if word.startswith("GPU-")] if answer.ok else []
+    return visible(listed, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(listed: list[str], chosen: str | None) -> tuple[str, ...]:
+    """The devices among ``listed`` that CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    Source: CUDA C++ programming guide, CUDA_VISIBLE_DEVICES: what follows the first entry that names none is ignored.
+    """
+    if chosen is None:
+        return tuple(listed)
+    devices = []
+    for entry in (part.strip() for part in chosen.split(",")):
+        matches = [listed[int(entry)]] if entry.isdecimal() and int(entry) < len(listed) else []
+        matches += [uuid for uuid in listed if entry and not entry.isdecimal() and uuid.startswith(entry)]
+        if len(matches) != 1:
+            break
+        devices += matches
+    return tuple(devices)
+
+
+def meet(own: RankReport) -> list[RankReport]:
+    """Take the first two steps; the reports of all ranks that this one can reach then, by rank."""
+    own, over_horovod = _started(own)
+    own, over_mpi = _with_mpi(own)
+    for gather, place in ((over_horovod, own.horovod), (over_mpi, own.mpi)):
+        if gather is not None and (place.size == own.size or (place.size or 1) > 1):
+            gather("")  # the ranks meet here, so that their clocks are read at the same time
+            return _by_rank(gather(_text(replace(own, clock=time.time()))))
+    return [replace(own, clock=time.time())]
+
+
+def write(directory: Path, own: RankReport) -> None:
+    """Leave this rank's report, complete or not at all."""
+    file = directory / f"rank-{own.rank}.json"
+    file.with_suffix(".part").write_text(_text(own), encoding="utf-8")
+    file.with_suffix(".part").rename(file)
+
+
+def _text(report: RankReport) -> str:
+    return msgspec.json.encode(report).decode()
+
+
+def _by_rank(texts: Iterable[str]) -> list[RankReport]:
+    return sorted((msgspec.json.decode(text, type=RankReport) for text in texts), key=lambda report: report.rank)
+
+
+def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
+    """The report after steps 1 and 2 in the first framework that Horovod loads in, and a way to the other ranks."""
+    errors = []
+    for name in ("torch", "tensorflow"):
+        try:
+            hk: Any = importlib.import_module(f"hvdkit.{name}")
+        except Exception as error:  # an extension can fail to load in any way, and each is a finding
+            errors.append(_first_line(error))
+            continue
+        problem = device = ""
+        try:
+            world = hk.init()
+            device = _identity(str(hk.pin_device(world)), own.gpus, world.local_rank)
+        except Exception as error:  # whatever would stop a training, which is what this is here to find out
+            problem = _first_line(error)
+        hvd: Any = importlib.import_module(f"horovod.{name}")
+        if not hvd.is_initialized():
+            return replace(own, problem=problem), None
+        started = replace(
+            own,
+            problem=problem,
+            device=device,
+            horovod=Place(hvd.rank(), hvd.size()),
+            library=(loaded_mpi() or "MPI") if hvd.mpi_enabled() else "Gloo",
+            nccl=bool(hvd.nccl_built()),
+            local_rank=hvd.local_rank() if own.local_rank is None else own.local_rank,
+        )
+        return started, partial(hvd.allgather_object, name="hvdkit.doctor")
+    return replace(own, problem=" ".join(errors)), None
+
+
+def _identity(pinned: str, gpus: Sequence[str], local_rank: int) -> str:
+    """The device that step 2 has pinned, a GPU by its identity where that is known."""
+    if _CPU in pinned.lower():
+        return _CPU
+    return gpus[device_index(local_rank, len(gpus))] if gpus else pinned
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _with_mpi(own: RankReport) -> tuple[RankReport, Gather | None]:
+    if own.library == "Gloo":
+        return replace(own, mpi=Place(error="not asked: the job runs over Gloo")), None
+    try:
+        mpi: Any = importlib.import_module("mpi4py.MPI")
+    except Exception as error:  # a missing package, or a library that does not load
+        return replace(own, mpi=Place(error=_first_line(error))), None
+    comm = mpi.COMM_WORLD
+    return replace(own, mpi=Place(comm.Get_rank(), comm.Get_size())), comm.allgather
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+CHECKS: Checks[Reports] = Checks()
+Words = Iterator[dict[str, Any]]
+Key = TypeVar("Key", bound=Hashable)
+
+
+def _ranks(reports: Reports) -> str:
+    return name_ranks(sorted(report.rank for report in reports))
+
+
+def _grouped(reports: Reports, key: Callable[[RankReport], Key]) -> dict[Key, list[RankReport]]:
+    groups: dict[Key, list[RankReport]] = {}
+    for report in reports:
+        groups.setdefault(key(report), []).append(report)
+    return groups
+
+
+@CHECKS.row(
+    "start",
+    "error",
+    "Training does not start on {ranks} ({first.host}): {problem}",
+    "This is what the first two steps, init and pin_device, say there; a training stops in the same way.",
+    "Do what it says; `hvdkit doctor` on {first.host}, in the environment of the job, tells more.",
+)
+def _start(reports: Reports) -> Words:
+    by_problem = _grouped([report for report in reports if report.problem], lambda report: report.problem)
+    for problem, failed in by_problem.items():
+        yield {"ranks": _ranks(failed), "first": failed[0], "problem": problem}
+
+
+@CHECKS.row(
+    "missing-ranks",
+    "error",
+    "There is no report from {absent} of {size}.",
+    "They did not start, or cannot be reached from the others.",
+    "Look for their errors above; on several hosts check that each has this Python environment.",
+)
+def _missing_ranks(reports: Reports) -> Words:
+    size = max(report.size for report in reports)
+    absent = sorted(set(range(size)) - {report.rank for report in reports})
+    if absent and not any(report.problem for report in reports):
+        yield {"absent": name_ranks(absent), "size": size}
+
+
+@CHECKS.row(
+    "gpus",
+    "error",
+    "{ranks} train on the CPU, the other ranks on GPUs.",
+    "Horovod refuses a sum over tensors of which some are on a GPU.",
+    "Ask the scheduler for GPUs on every node, and check CUDA_VISIBLE_DEVICES and the driver there.",
+)
+def _some_without_gpu(reports: Reports) -> Words:
+    blind = [report for report in reports if report.device == _CPU]
+    if blind and any(report.device not in ("", _CPU) for report in reports):
+        yield {"ranks": _ranks(blind)}
+
+
+@CHECKS.row(
+    "gpus",
+    "{level}",
+    "{ranks} on {host} use the same GPU, {device}.",
+    "They take each other's memory and time, and NCCL refuses two ranks on one GPU.",
+    "Show each rank a GPU of its own (--gpus-per-task=1, --gpu-bind), or all of them to each rank.",
+)
+def _shared_gpu(reports: Reports) -> Words:
+    for (host, device), sharing in _grouped(reports, lambda report: (report.host, report.device)).items():
+        if device in sharing[0].gpus and len(sharing) > 1:
+            level = "error" if sharing[0].nccl else "warning"
+            yield {"ranks": _ranks(sharing), "host": host, "device": device, "level": level}
+
+
+@CHECKS.row(
+    "mpi4py",
+    "warning",
+    "mpi4py sees rank {one.mpi}, Horovod rank {one.horovod} ({ranks}).",
+    "They use two MPI libraries; what a script does with mpi4py does not reach the other ranks.",
+    "Build mpi4py with the MPI of Horovod: `pip install --force-reinstall --no-binary mpi4py mpi4py`.",
+)
+def _other_mpi(reports: Reports) -> Words:
+    both = [report for report in reports if report.mpi.size is not None and report.horovod.size is not None]
+    apart = [report for report in both if report.mpi != report.horovod]
+    if apart:
+        yield {"one": apart[0], "ranks": _ranks(apart)}
+
+
+@CHECKS.row(
+    "versions",
+    "warning",
+    "{name} is missing on {ranks} ({hosts}).",
+    "A script that imports it fails there, and the other ranks wait.",
+    "Use the same environment on every host: a shared file system, or install it there too.",
+)
+def _missing_packages(reports: Reports) -> Words:
+    for name in ("Python", *PACKAGES):
+        absent = [report for report in reports if name not in report.versions]
+        if 0 < len(absent) < len(reports):
+            yield {"name": name, "ranks": _ranks(absent), "hosts": ", ".join(sorted({one.host for one in absent}))}
+
+
+@CHECKS.row(
+    "versions",
+    "warning",
+    "{name} is not the same on all ranks: {shown}.",
+    "Ranks with different versions may compute different gradients, or not understand each other.",
+    "Use the same environment on every host.",
+)
+def _other_versions(reports: Reports) -> Words:
+    for name in ("Python", *PACKAGES):
+        having = [report for report in reports if name in report.versions]
+        by_version = _grouped(having, lambda report, name=name: report.versions[name])  # type: ignore[misc]
+        if len(by_version) > 1:
+            shown = "; ".join(f"{version} on {_ranks(those)}" for version, those in by_version.items())
+            yield {"name": name, "shown": shown}
+
+
+@CHECKS.row(
+    "cores",
+    "warning",
+    "{ranks} ranks share {cores} cores on {host}.",
+    "They take turns: times measure contention, not scaling.",
+    "Start fewer ranks on a host (--ppn), or ask for more cores.",
+)
+def _few_cores(reports: Reports) -> Words:
+    for host, here in _grouped(reports, lambda report: report.host).items():
+        usable = {core for report in here for core in report.cores}
+        if len(here) > len(usable):
+            yield {"ranks": len(here), "cores": len(usable), "host": host}
+
+
+@CHECKS.row(
+    "threads",
+    "warning",
+    "{ranks} ranks on {host} would run {threads} threads on {cores} cores.",
+    "Threads that wait for a core slow every rank down.",
+    "Set OMP_NUM_THREADS={share} (hvdkit launch --threads).",
+)
+def _many_threads(reports: Reports) -> Words:
+    for host, here in _grouped(reports, lambda report: report.host).items():
+        cores = len({core for report in here for core in report.cores})
+        threads = sum(report.threads for report in here)
+        if len(here) <= cores < threads:
+            share = cores // len(here)
+            yield {"ranks": len(here), "host": host, "threads": threads, "cores": cores, "share": share}
+
+
+@CHECKS.row(
+    "disk",
+    "warning",
+    "{directory} on {host} has {mebibytes:.0f} MiB left.",
+    "Checkpoints, logs and shared memory files may not fit.",
+    "Free some space, or work in another directory.",
+)
+def _disk(reports: Reports) -> Words:
+    least: dict[tuple[str, str], int] = {}
+    for report in reports:
+        for directory, free in report.free_bytes.items():
+            place = report.host, directory
+            least[place] = min(free, least.get(place, free))
+    for (host, directory), free in least.items():
+        if free < ENOUGH_DISK:
+            yield {"host": host, "directory": directory, "mebibytes": free / 2**20}
+
+
+@CHECKS.row(
+    "clocks",
+    "warning",
+    "The clocks of {first} and {last} are {apart:.1f} s apart.",
+    "Times in logs, timelines and checkpoints of two hosts cannot be compared.",
+    "Have the hosts' clocks set (chrony, ntpd).",
+)
+def _clocks(reports: Reports) -> Words:
+    met = sorted((report for report in reports if report.clock), key=lambda report: report.clock)
+    if met and met[-1].clock - met[0].clock > CLOCK_SKEW_S:
+        yield {"first": met[0].host, "last": met[-1].host, "apart": met[-1].clock - met[0].clock}

@@ -15,9 +15,9 @@ from install_machine import Environment
 
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.facts import Options
 from hvdkit.prepare.install.here import cache_directory, gather_facts
 from hvdkit.prepare.install.plan import BuildPlan, make_plan
-from hvdkit.prepare.install.requirements import Options
 
 pytestmark = pytest.mark.parallel
 

@@ -18,7 +18,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from hvdkit.prepare.install.pins import RUNTIME_NEEDS
+from hvdkit.prepare.install.facts import RUNTIME_NEEDS
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(sysconfig.get_path("platlib"))

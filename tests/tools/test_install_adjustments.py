@@ -13,8 +13,8 @@ import hvdkit
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install import adjust, build
 from hvdkit.prepare.install.adjust import CONDITIONS, Patch, apply, applying, describe, digest, parse, patches
+from hvdkit.prepare.install.facts import Options
 from hvdkit.prepare.install.here import cache_directory
-from hvdkit.prepare.install.requirements import Options
 
 BOTH = Options(frameworks=("torch", "tensorflow"))
 TARGETS = [

@@ -12,7 +12,7 @@ import pytest
 
 from hvdkit.common import ask
 from hvdkit.prepare.install import here
-from hvdkit.prepare.install.find_frameworks import find_tensorflow, find_torch
+from hvdkit.prepare.install.here import find_tensorflow, find_torch
 
 
 def program(path: Path, script: str) -> Path:

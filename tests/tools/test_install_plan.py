@@ -17,11 +17,12 @@ from hvdkit.prepare.install.facts import (
     FrameworkFacts,
     MpiFacts,
     NcclFacts,
+    Options,
     PythonFacts,
     SystemFacts,
 )
 from hvdkit.prepare.install.plan import build_environ, make_plan, run_path
-from hvdkit.prepare.install.requirements import Options, parse_frameworks
+from hvdkit.prepare.install.requirements import parse_frameworks
 
 ENV = Path("/home/me/env")
 SITE = ENV / "lib/python3.11/site-packages"

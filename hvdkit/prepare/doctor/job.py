@@ -29,7 +29,7 @@ from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table, console
 from hvdkit.errors import LauncherError
 from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
-from hvdkit.prepare.install.find_frameworks import distribution
+from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
 from hvdkit.steps.device import cpu_threads_here, device_index
 from hvdkit.steps.mpi_library import loaded_mpi

@@ -3,11 +3,11 @@
 ::
 
     cli
-     ├── here          what is on this machine: facts, also from find_frameworks
+     ├── here          what is on this machine, as facts
      ├── plan          facts and options in; settings, run paths and cache key out; or, from requirements,
      │                 one sentence that says what is missing
      ├── cache         one wheel for each key: locked, whole, verified
-     ├── build         source -> adjust (by patches/) -> compiler -> wheel, through runner, shown by progress
+     ├── build         source -> adjust (by patches/) -> compiler -> wheel, through runner
      ├── environment   the one step that changes the environment, undone when it fails
      └── record        what a build was made of: written into the wheel, read by doctor and launcher
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.requirements import Options
+from hvdkit.prepare.install.facts import Options
 
 _PATCHES = Path(__file__).parent / "patches"
 _FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/.+\n", re.MULTILINE)

@@ -18,12 +18,10 @@ from hvdkit.errors import InstallError
 from hvdkit.prepare.install import adjust
 from hvdkit.prepare.install.cache import Cache, sha256
 from hvdkit.prepare.install.environment import pip_command, pip_environ
-from hvdkit.prepare.install.facts import TITLES, BuildFacts, PythonFacts
-from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
+from hvdkit.prepare.install.facts import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION, TITLES, BuildFacts, PythonFacts
 from hvdkit.prepare.install.plan import BuildPlan, build_environ, run_path
-from hvdkit.prepare.install.progress import InstallProgress
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
-from hvdkit.prepare.install.runner import run
+from hvdkit.prepare.install.runner import InstallProgress, run
 
 JOB_BYTES = 3 << 30
 """Memory that the largest source file takes to compile, in bytes."""
@@ -189,7 +187,6 @@ def _compile(shop: Workshop, tree: Path) -> Path:
     # its run-time needs installed first; and --quiet keeps it from passing make's VERBOSE=1 to Ninja.
     setup = ["setup.py", "--no-user-cfg", "--quiet", "bdist_wheel", "--dist-dir", str(shop.directory / "compiled")]
     shop.python(setup, "Compiling Horovod", tree, shop.progress.compiling)
-    shop.progress.clear()
     return next((shop.directory / "compiled").glob("*.whl"))
 
 

@@ -21,18 +21,16 @@ from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.build import build_wheel
 from hvdkit.prepare.install.cache import MANIFEST, Cache
-from hvdkit.prepare.install.facts import TITLES, BuildFacts
+from hvdkit.prepare.install.facts import HOROVOD_SHA256, HOROVOD_VERSION, TITLES, BuildFacts, Options
 from hvdkit.prepare.install.here import gather_facts
-from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
 from hvdkit.prepare.install.plan import BuildPlan, make_plan, plan_of_ready
-from hvdkit.prepare.install.progress import InstallProgress
 from hvdkit.prepare.install.requirements import (
     GPU_OPERATIONS,
-    Options,
     check_options,
     gpu_operations,
     parse_frameworks,
 )
+from hvdkit.prepare.install.runner import InstallProgress
 
 DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 _CACHED = "from the cache"
@@ -118,8 +116,6 @@ def _reporting() -> Iterator[InstallProgress]:
             raise
         except OSError as error:
             raise InstallError(f"A file could not be read or written: {error}.") from error
-        finally:
-            progress.clear()
 
 
 def explanation(facts: BuildFacts, options: Options) -> str:
@@ -134,7 +130,20 @@ def explanation(facts: BuildFacts, options: Options) -> str:
         plan = make_plan(facts, options)
     except InstallError as error:
         return f"{head}{table}\n\nPlan: none, because it cannot be built here yet. {error}"
-    return f"{head}{table}\n\n{_describe(plan)}"
+    state = "in the cache" if Cache(facts.cache_directory).has(plan.key) else "to be compiled"
+    if environment.is_installed(plan):
+        state = "installed here already"
+    rows = [
+        *_contents(plan),
+        ("compiler", plan.record.compiler),
+        ("environment", str(facts.python.prefix)),
+        ("cache", str(facts.cache_directory)),
+        ("key", plan.key),
+        ("state", state),
+    ]
+    settings = "\n".join(f"    {name}={value}" for name, value in plan.settings.items())
+    notes = "".join(f"  note: {note}\n" for note in plan.notes)
+    return f"{head}{table}\n\nPlan:\n{_table(rows)}\n{notes}  settings of the build:\n{settings}"
 
 
 def _install(facts: BuildFacts, options: Options, force: bool, ready: Path | None, progress: InstallProgress) -> None:
@@ -251,25 +260,6 @@ def _compile_mpi_recorder(facts: BuildFacts, progress: InstallProgress) -> None:
         mpi_recorder.ensure(facts.mpi.bin / "mpicc", facts.environ, facts.cache_directory, progress.say)
     except HvdkitError as error:
         progress.say(f"Note: {error}")
-
-
-def _describe(plan: BuildPlan) -> str:
-    facts, cache = plan.facts, Cache(plan.facts.cache_directory)
-    if environment.is_installed(plan):
-        state = "installed here already"
-    else:
-        state = "in the cache" if cache.has(plan.key) else "to be compiled"
-    rows = [
-        *_contents(plan),
-        ("compiler", plan.record.compiler),
-        ("environment", str(facts.python.prefix)),
-        ("cache", str(facts.cache_directory)),
-        ("key", plan.key),
-        ("state", state),
-    ]
-    settings = "\n".join(f"    {name}={value}" for name, value in plan.settings.items())
-    notes = "".join(f"  note: {note}\n" for note in plan.notes)
-    return f"Plan:\n{_table(rows)}\n{notes}  settings of the build:\n{settings}"
 
 
 def _contents(plan: BuildPlan) -> list[tuple[str, str]]:

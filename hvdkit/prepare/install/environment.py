@@ -14,9 +14,8 @@ from pathlib import Path
 
 from hvdkit.common.signals import handled
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.facts import PythonFacts
-from hvdkit.prepare.install.find_frameworks import distribution
-from hvdkit.prepare.install.pins import RUNTIME_NEEDS
+from hvdkit.prepare.install.facts import RUNTIME_NEEDS, PythonFacts
+from hvdkit.prepare.install.here import distribution
 from hvdkit.prepare.install.plan import BuildPlan
 from hvdkit.prepare.install.record import horovod_directory, read_record
 from hvdkit.prepare.install.runner import run

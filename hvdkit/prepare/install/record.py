@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.find_frameworks import package_directory
+from hvdkit.prepare.install.here import package_directory
 
 FILE_NAME = "hvdkit-build.json"
 """Name of the record inside the package ``horovod``."""

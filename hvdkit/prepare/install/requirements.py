@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hvdkit.errors import InstallError, InvalidArgumentError
-from hvdkit.prepare.install.facts import TITLES, BuildFacts, CompilerFacts, FrameworkFacts
-from hvdkit.prepare.install.pins import PYTHON_VERSIONS
+from hvdkit.prepare.install.facts import (
+    PYTHON_VERSIONS,
+    TITLES,
+    BuildFacts,
+    CompilerFacts,
+    FrameworkFacts,
+    Options,
+)
 
 GPU_OPERATIONS = ("none", "nccl", "mpi")
 BUILD_BYTES = 1 << 30
 """Free space that a build wants, in bytes."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for.
-
-    Attributes:
-        gpu: "none", "nccl" or "mpi".
-        mpi: build with MPI as well as Gloo.
-        frameworks: names, or None for every one that is found.
-        plain: leave out the changes that only make Horovod faster.
-    """
-
-    gpu: str = "none"
-    mpi: bool = True
-    frameworks: tuple[str, ...] | None = None
-    plain: bool = False
 
 
 def parse_frameworks(text: str) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""Runs one step of a build: every line into the log, its first error into the message, and no process left behind."""
+"""Runs one step of a build: every line into the log, its first error into the message, and no process left behind.
+
+``InstallProgress`` shows how far it is.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TextIO, cast
 
 from hvdkit.common.files import text_if_there
+from hvdkit.common.units import share_text
 from hvdkit.errors import InstallError
 
 PATIENCE_SECONDS = 5.0
 """How long processes get to end by themselves before they are killed."""
 LONGEST = 400
 """Characters of an error that are shown; the log has all of it."""
+STEP = 10
+"""Percent between two lines."""
+
+_NINJA = re.compile(r"^\[\s*(?P<percent>\d+)%\] (?P<what>Building \w+ object|Linking \w+ \w+ library) (?P<path>\S+)")
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _COMPILER = re.compile(
@@ -174,3 +182,39 @@ def _cmake_error(block: Sequence[str]) -> str:
 def _short(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+# How far it is --------------------------------------------------------------------------------------------------------
+
+
+class InstallProgress:
+    """What the user sees while Horovod is installed: a line for each step, and for each tenth of the compilation."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._start = clock()
+        self._next_percent = 0
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return self._clock() - self._start
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def compiling(self, line: str) -> None:
+        """Take a line of the compile's output and show what it tells, a step of percent later than the last time."""
+        match = _NINJA.match(line)
+        if match is None or int(match["percent"]) < self._next_percent:
+            return
+        percent, name = int(match["percent"]), match["path"].rpartition("/")[2]
+        file = f"linking {name}"
+        if match["what"].startswith("Building"):
+            file = f"{match['path'].partition('/CMakeFiles/')[0]}: {name.removesuffix('.o')}"
+        self._next_percent = percent - percent % STEP + STEP
+        minutes, seconds = divmod(int(self.seconds), 60)
+        self.say(f"  compiling {share_text(percent / 100):>4}  {minutes}:{seconds:02d}  {file}")

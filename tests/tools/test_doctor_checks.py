@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from hvdkit.common.mpi_names import identify, same_family
 from hvdkit.prepare.doctor.checks import CHECKS
-from hvdkit.prepare.doctor.facts import Build, Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
+from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
 from hvdkit.prepare.doctor.finding import LEVELS, Found
 from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher
 from hvdkit.prepare.doctor.two_ranks import Tested as Said
 from hvdkit.prepare.doctor.two_ranks import TwoRanks
+from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 MPICH = MpiLibrary("/usr/lib/libmpich.so.12", "MPICH", "4.2.0")
@@ -45,25 +47,27 @@ def extension(framework: str, **changes: Any) -> Extension:
     return replace(plain, **changes)
 
 
-RECORD = Build(
-    source="hvdkit-build.json",
-    frameworks={"torch": "2.13.0+cpu", "tensorflow": "2.21.0"},
-    mpi_implementation="Open MPI",
-    mpi_version="5.0.11",
-    mpi_bin="bin",
+RECORD = BuildRecord(
+    horovod="0.28.1",
     python="cp311",
-    by_hvdkit=True,
+    torch="2.13.0+cpu",
+    tensorflow="2.21.0",
+    mpi=MpiRecord("Open MPI", "5.0.11", "bin", wheel=True),
+    gloo=True,
+    gpu="none",
+    compiler="GCC 12",
+    adjustments=(),
+    key="0",
 )
 SOUND = DoctorFacts(
     python="3.11.7",
     python_tag="cp311",
     prefix="/env",
-    host=DoctorHost("Linux 6.1 x86_64", cores=8, affinity=8, shm_bytes=2**30, compiler="/usr/bin/g++"),
+    host=DoctorHost("Linux 6.1 x86_64", cores=8, affinity=8, shm_bytes=2**30),
     packages={
         "torch": package("torch", "2.13.0+cpu"),
         "tensorflow": package("tensorflow", "2.21.0", distribution="tensorflow-cpu"),
         "keras": package("keras", "3.15.1"),
-        "tf_keras": Package("tf_keras"),
         "jax": Package("jax"),
         "mpi4py": package("mpi4py", "4.1.2"),
         "horovod": package("horovod", "0.28.1"),
@@ -72,7 +76,7 @@ SOUND = DoctorFacts(
     keras_backend="tensorflow",
     devices={"torch": Devices(), "tensorflow": Devices()},
     extensions={"torch": extension("torch"), "tensorflow": extension("tensorflow")},
-    builds=(RECORD, Build("metadata.json", {"torch": "2.13.0+cpu", "tensorflow": "2.21.0"})),
+    record=RECORD,
     mpi4py_mpi=OPEN_MPI,
     mpi_launchers=(MpiLauncher("/env/bin/mpirun", True, "Open MPI", "5.0.11"),),
     trained={"torch": TRAINS, "tensorflow": TRAINS},
@@ -105,10 +109,12 @@ def with_launchers(*launchers: MpiLauncher, **changes: Any) -> DoctorFacts:
     return replace(SOUND, mpi_launchers=launchers, **changes)
 
 
-def built_for(facts: DoctorFacts = SOUND, torch: str = "2.13.0+cpu", **changes: Any) -> DoctorFacts:
+def built_for(
+    facts: DoctorFacts = SOUND, torch: str = "2.13.0+cpu", mpi: str = "Open MPI", version: str = "5.0.11"
+) -> DoctorFacts:
     """With a record of another build."""
-    frameworks = {"torch": torch, "tensorflow": "2.21.0"}
-    return replace(facts, builds=(replace(RECORD, frameworks=frameworks, **changes),))
+    built = MpiRecord(mpi, version, "bin", wheel=True)
+    return replace(facts, record=structs.replace(RECORD, torch=torch, mpi=built))
 
 
 def not_loading(message: str, facts: DoctorFacts = SOUND) -> DoctorFacts:
@@ -134,12 +140,6 @@ TORCH_2_12 = with_package("torch", version="2.12.0", distribution_version="2.12.
 TORCH_ALONE = without_package("tensorflow")
 TF_IS_GONE = with_extension("tensorflow", TORCH_ALONE, **NOT_LOADED)
 OTHER_PYTHON = {"file": None, "other_files": ("/env/mpi_lib.cpython-310.so",), **NOT_LOADED}
-LEGACY = replace(
-    SOUND,
-    environ={"TF_USE_LEGACY_KERAS": "1"},
-    tensorflow_keras=None,
-    tensorflow_keras_failure=Failure("raised", "ImportError: Keras cannot be imported"),
-)
 GLOO_ALONE = with_extension("torch", built=("Gloo",), mpi=None)
 GLOO_ALONE = replace(with_extension("tensorflow", GLOO_ALONE, built=("Gloo",), mpi=None), mpi4py_mpi=MPICH)
 WRONG, RIGHT = MpiLauncher("/usr/bin/mpirun", True, "MPICH", "4.2.0"), SOUND.mpi_launchers[0]
@@ -189,13 +189,6 @@ ONE_FINDING = [
     (TF_IS_GONE, "framework-gone-tensorflow", "info", "Install TensorFlow 2.21.0"),
     (not_training("mpirun exited with status 213"), "launch", "error", "2 ranks in PyTorch fails: mpirun exited with"),
     (replace(SOUND, tensorflow_keras="3.15.1"), "horovod-on-keras-3", "info", "hvdkit.keras"),
-    (LEGACY, "legacy-keras", "error", "pip install tf_keras"),
-    (
-        with_extension("tensorflow", LEGACY, failure=CRASH, **NOT_LOADED),
-        "legacy-keras",
-        "error",
-        "'import horovod.tensorflow'",
-    ),
     (replace(SOUND, mpi4py_mpi=MPICH), "two-mpis", "warning", "every process is rank 0"),
     (replace(SOUND, mpi4py_mpi=MPICH), "two-mpis", "warning", "Horovod uses Open MPI 5.0.11 (/env/lib/libmpi.so.40)"),
     (replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/x", version="4.1.4")), "two-mpis", "warning", "Open MPI 4.1.4"),
@@ -204,9 +197,9 @@ ONE_FINDING = [
     (with_launchers(replace(WRONG, first_on_path=False)), "mpirun", "warning", "every process is rank 0"),
     (with_launchers(OLD), "mpirun", "warning", "Open MPI 4.1.4"),
     (GLOO_ALONE, "mpirun", "warning", "mpi4py uses MPICH"),
-    (with_launchers(), "no-mpirun", "warning", "horovodrun --gloo"),
-    (built_for(mpi_version="4.1.4"), "drift-mpi", "warning", "built with Open MPI 4.1.4 and loads Open MPI 5.0.11"),
-    (built_for(mpi_implementation="MPICH", mpi_version="5.0.2"), "drift-mpi", "warning", "MPICH 5.0.2"),
+    (with_extension("torch", **OTHER_PYTHON), "extension-missing-torch", "warning", "another Python: /env/mpi_lib.cp"),
+    (built_for(version="4.1.4"), "drift-mpi", "warning", "built with Open MPI 4.1.4 and loads Open MPI 5.0.11"),
+    (built_for(mpi="MPICH", version="5.0.2"), "drift-mpi", "warning", "MPICH 5.0.2"),
     (NO_MPI4PY, "mpi4py-missing", "info", "pip install mpi4py"),
     (replace(BROKEN_MPI4PY, mpi4py_mpi=None), "import-mpi4py", "warning", "cannot load MPI library"),
     (CPU_BUILD, "no-gpu-build-torch", "warning", "2 GPUs (NVIDIA H200), and PyTorch 2.13.0+cpu is a build without"),
@@ -224,13 +217,9 @@ ONE_FINDING = [
     (with_host(shm_bytes=None), "shared-memory", "warning", "There is no /dev/shm"),
     (with_host(shm_bytes=0), "shared-memory", "warning", "0 MiB"),
     (with_host(shm_bytes=2**20), "shared-memory", "warning", "1 MiB"),
-    (with_host(compiler=None), "compiler", "info", "g++"),
     (with_environ(HOROVOD_FUSION_THRESHOLD="64"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=67108864"),
     (with_environ(HOROVOD_FUSION_THRESHOLD="64MB"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=67108864"),
     (with_environ(HOROVOD_FUSION_THRESHOLD="1"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=1048576"),
-    (with_environ(HOROVOD_CONTROLLER="nccl"), "controller", "warning", "set it to mpi or gloo"),
-    (with_environ(HOROVOD_CONTROLLER="ccl"), "controller", "warning", "this Horovod has MPI and Gloo"),
-    (with_environ(HOROVOD_CPU_OPERATIONS="CCL"), "cpu-operations", "warning", "HOROVOD_CPU_OPERATIONS=CCL"),
     (
         replace(with_environ(HOROVOD_TIMELINE="/nowhere/{t}"), timeline_problem="there is no directory /nowhere"),
         "timeline",
@@ -259,21 +248,19 @@ def test_one_fault_is_one_finding(facts: DoctorFacts, check: str, level: str, wo
         built_for(with_package("torch", version="2.13.0+cu130", distribution_version="2.13.0"), "2.13.0"),
         built_for(with_package("torch", version="2.21.0-rc1", distribution_version="2.21.0rc1"), "2.21.0-rc1"),
         replace(SOUND, tensorflow_keras="3.15.1", extensions={"torch": extension("torch")}),
-        *(replace(LEGACY, environ={"TF_USE_LEGACY_KERAS": value}) for value in ("0", "")),
         replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/usr/lib/libmpi.so.40")),
         with_launchers(replace(RIGHT, first_on_path=False)),  # an environment that is not activated
         with_launchers(MpiLauncher("/opt/pals/bin/mpiexec", True, "", "")),  # unknown: nothing can be said
         with_launchers(replace(RIGHT, version="5.0.3")),
-        with_launchers(host=replace(SOUND.host, schedulers=("srun",))),
-        built_for(mpi_version="5.0.2"),
-        built_for(mpi_implementation="unknown MPI", mpi_version=""),
+        with_launchers(),
+        built_for(version="5.0.2"),
+        built_for(mpi="unknown MPI", version=""),
         with_extension("torch", SEEN, built=("MPI", "Gloo", "NCCL", "CUDA")),
         replace(SOUND, devices={"torch": Devices("CUDA 13.0")}),
         with_host(cores=1, affinity=1),
         with_host(cpu_quota=2.0),
         *(with_environ(OMP_NUM_THREADS=value) for value in ("1", "8", "4,2")),
         *(with_environ(HOROVOD_FUSION_THRESHOLD=value) for value in ("0", "1024", "67108864")),
-        *(with_environ(HOROVOD_CONTROLLER=one, HOROVOD_CPU_OPERATIONS=one) for one in ("mpi", "MPI", "gloo", "Gloo")),
     ],
 )
 def test_what_is_sound_has_no_finding(facts: DoctorFacts) -> None:
@@ -286,7 +273,7 @@ def test_errors_come_first_and_every_finding_says_what_why_and_fix() -> None:
         python="3.14.0",
         environ={"HOROVOD_FUSION_THRESHOLD": "64", "OMP_NUM_THREADS": "99", "HOROVOD_TIMELINE": "x/y"},
         timeline_problem="there is no directory x",
-        build_error="The record cannot be read.",
+        record_error="The record cannot be read.",
         host=DoctorHost("Linux", cores=8, affinity=1, gpus=("NVIDIA A100",)),
         mpi_launchers=(),
     )
@@ -298,16 +285,9 @@ def test_errors_come_first_and_every_finding_says_what_why_and_fix() -> None:
 
 
 def test_horovods_own_metadata_tells_drift_when_there_is_no_record() -> None:
-    findings = found(replace(SOUND, builds=(Build("metadata.json", {"tensorflow": "2.20.0"}),)))
+    findings = found(replace(SOUND, record=None, metadata={"tensorflow": "2.20.0"}))
     assert "metadata.json" in findings["drift-tensorflow"].what
     assert findings["no-record"].level == "info"
-
-
-def test_drift_of_python() -> None:
-    facts = with_extension("tensorflow", with_extension("torch", **OTHER_PYTHON), **OTHER_PYTHON)
-    findings = found(built_for(facts, python="cp310"))
-    assert "cp310" in findings["drift-python"].what
-    assert "another Python" in findings["extension-missing-torch"].why
 
 
 def test_a_launch_that_fails_in_both_frameworks_is_one_finding() -> None:

@@ -28,7 +28,7 @@ TORCH_ALONE = replace(
     without_package("tensorflow", without_package("keras")),
     extensions={"torch": extension("torch")},
     trained={"torch": TRAINS},
-    builds=(),
+    record=None,
 )
 BROKEN = with_package("torch", TORCH_ALONE, version=None, failure=Failure("exit", "?"))
 

@@ -108,14 +108,6 @@ def test_a_timeline_needs_a_directory(tmp_path: Path) -> None:
     assert "is a directory" in str(host.timeline_problem({"HOROVOD_TIMELINE": str(tmp_path)}))
 
 
-def test_the_compiler_is_the_one_of_cxx_or_on_path(tmp_path: Path) -> None:
-    compiler = program(tmp_path / "g++", "")
-    assert host.look({"PATH": str(tmp_path)}).compiler == str(compiler)
-    assert host.look({"PATH": str(tmp_path), "CXX": "g++ -O2"}).compiler == str(compiler)
-    assert host.look({"PATH": str(tmp_path), "CXX": "icpx"}).compiler is None
-    assert host.look({"PATH": str(tmp_path / "empty")}).compiler is None
-
-
 def test_the_machine_has_cores_and_no_name() -> None:
     seen = host.look(dict(os.environ))
     assert 1 <= seen.affinity <= seen.cores

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sysconfig
-import threading
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.finding import Found
-from hvdkit.prepare.doctor.probe import Children, gather
+from hvdkit.prepare.doctor.probe import gather, plain, run
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
 HOROVOD_TORCH = """
@@ -148,7 +148,7 @@ def test_what_does_not_need_the_crashed_package_is_still_looked_at(
     bare_python: str, packages: Callable[..., dict[str, str]], crash: str
 ) -> None:
     environ = packages(torch=crash, jax='__version__ = "0.5"')
-    outcomes = Children(bare_python, environ, 60).run(["torch", "torch.devices", "torch.extension", "jax"])
+    (outcomes,) = run(bare_python, [["torch", "torch.devices", "torch.extension", "jax"]], environ, 60)
     assert outcomes["jax"] == {"version": "0.5"}
     assert outcomes.keys() == {"torch", "jax"}
 
@@ -165,7 +165,7 @@ def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
     bare_python: str, packages: Callable[..., dict[str, str]]
 ) -> None:
     environ = packages(torch="import subprocess; subprocess.run(['sleep', '1000'])")
-    outcomes = Children(bare_python, environ, seconds=2).run(["torch", "torch.devices"])
+    (outcomes,) = run(bare_python, [["torch", "torch.devices"]], environ, 2)
     failure = outcomes["torch"]
     assert failure is not None
     assert failure.how == "timeout"
@@ -173,17 +173,13 @@ def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
     assert "torch.devices" not in outcomes
 
 
-def test_stop_ends_a_child_at_once(bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path) -> None:
-    pipe = tmp_path / "started"
-    os.mkfifo(pipe)
-    environ = packages(torch=f"import threading; open({str(pipe)!r}, 'w').close(); threading.Event().wait()")
-    children = Children(bare_python, environ, seconds=600)
-    runner = threading.Thread(target=children.run, args=(["torch", "jax"],))
-    runner.start()
-    pipe.open().close()  # blocks until the import is under way
-    children.stop()
-    runner.join(60)
-    assert not runner.is_alive()
+def test_who_is_interrupted_leaves_no_child(bare_python: str, packages: Callable[..., dict[str, str]]) -> None:
+    environ = packages(torch="1/0", jax="import threading; threading.Event().wait()")
+    outcomes = run(bare_python, [["torch"], ["jax"]], environ, 600)
+    assert next(outcomes).keys() == {"torch"}
+    child = outcomes.gi_frame.f_locals["started"][1]
+    outcomes.close()
+    assert child._process.poll() == -signal.SIGKILL
 
 
 def test_what_a_package_prints_is_not_taken_for_an_answer(
@@ -281,7 +277,7 @@ def test_the_build_record_is_read_with_the_mpirun_it_names(
     )
     (tmp_path / "horovod" / "hvdkit-build.json").write_text(json_files.encode(record))
     facts = gather(bare_python, environ)
-    assert facts.builds[0].by_hvdkit
+    assert facts.record == record
     assert (str(mpirun), "4.1.4") in [(launcher.path, launcher.version) for launcher in facts.mpi_launchers]
     findings = found(facts)
     assert "2.8.0 (hvdkit-build.json)" in findings["drift-torch"].what
@@ -300,7 +296,7 @@ def test_a_damaged_build_record_is_a_finding(
     assert "drift-torch" not in findings
 
 
-def test_a_probe_is_no_part_of_a_job(bare_python: str) -> None:
+def test_a_probe_is_no_part_of_a_job() -> None:
     launched = {
         "HOROVOD_RANK": "1",
         "HOROVOD_SIZE": "2",
@@ -312,7 +308,7 @@ def test_a_probe_is_no_part_of_a_job(bare_python: str) -> None:
         "SLURM_STEP_ID": "0",
     }
     kept = {"HOROVOD_GLOO_IFACE": "lo", "OMPI_MCA_btl": "self,tcp", "CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7"}
-    environ = Children(bare_python, {**launched, **kept}, 60).environ
+    environ = plain({**launched, **kept})
     assert not launched.keys() & environ.keys()
     assert kept.items() <= environ.items()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdkit.common.mpi_names import major, same_family
 from hvdkit.common.units import count_text
-from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, DoctorFacts, Failure, MpiLibrary, Package
+from hvdkit.prepare.doctor.facts import FRAMEWORKS, PACKAGES, DoctorFacts, Failure, MpiLibrary, Package
 from hvdkit.prepare.doctor.finding import Checks
 from hvdkit.prepare.doctor.host import MpiLauncher
 
@@ -20,7 +20,6 @@ CHECKS: Checks[DoctorFacts] = Checks()
 Words = Iterator[dict[str, Any]]
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
-_TRUE = ("1", "true", "True")  # the values that TensorFlow takes for yes
 _SHM_NEEDED = 64 * 2**20
 _FUSION_MINIMUM = 1024  # bytes; less is a number of MB taken for bytes
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -135,23 +134,6 @@ def _backend_is_missing(facts: DoctorFacts) -> bool:
     return missing in ("tensorflow", "torch", "jax") and not facts.packages[missing].present
 
 
-@CHECKS.row(
-    "legacy-keras",
-    "error",
-    "TF_USE_LEGACY_KERAS is set and tf.keras cannot be loaded: {facts.tensorflow_keras_failure.message}.",
-    "With this variable TensorFlow takes Keras 2 from the package tf_keras; every use of tf.keras stops, and "
-    "'import horovod.tensorflow' with it.",
-    "'pip install tf_keras' in TensorFlow's own version, or unset TF_USE_LEGACY_KERAS.",
-)
-def _legacy_keras(facts: DoctorFacts) -> Words:
-    if _lacks_legacy_keras(facts):
-        yield {}
-
-
-def _lacks_legacy_keras(facts: DoctorFacts) -> bool:
-    return facts.environ.get("TF_USE_LEGACY_KERAS") in _TRUE and facts.tensorflow_keras_failure is not None
-
-
 # Horovod: is it there, does it fit what is installed now, does it train -----------------------------------------------
 
 
@@ -178,19 +160,6 @@ def _import_horovod(facts: DoctorFacts) -> Words:
     if facts.horovod.failure:
         lacks = _missing_module(facts.horovod.failure)
         yield {"fix": _import_fix(facts, facts.horovod) if lacks else _REBUILD}
-
-
-@CHECKS.row(
-    "drift-python",
-    "error",
-    "Drift: Horovod was built for Python {build.python}, and this is {facts.python_tag}.",
-    "Its extensions are compiled code for one version of Python.",
-    _REBUILD,
-)
-def _drift_of_python(facts: DoctorFacts) -> Words:
-    build = next((build for build in facts.builds if build.python not in (None, facts.python_tag)), None)
-    if build and not facts.loaded_extensions():
-        yield {"build": build}
 
 
 @CHECKS.row(
@@ -222,8 +191,8 @@ def _extension_missing(facts: DoctorFacts) -> Words:
 def _framework_gone(facts: DoctorFacts) -> Words:
     for name, extension in facts.extensions.items():
         if extension.file is not None and not facts.packages[name].present:
-            versions = (build.frameworks[name] for build in facts.builds if name in build.frameworks)
-            yield {"name": name, "title": FRAMEWORKS[name], "version": next(versions, "again")}
+            versions = [built[name] for _, built in facts.built_for() if name in built]
+            yield {"name": name, "title": FRAMEWORKS[name], "version": (*versions, "again")[0]}
 
 
 @CHECKS.row(
@@ -267,11 +236,11 @@ def _drifted(facts: DoctorFacts, name: str) -> tuple[str, str, str] | None:
     package, extension = facts.packages[name], facts.extensions.get(name)
     if not package.present or extension is None or extension.file is None:
         return None
-    for build in facts.builds:
-        built = build.frameworks.get(name)
+    for source, versions in facts.built_for():
+        built = versions.get(name)
         for installed in (package.version, package.distribution_version):
             if built and installed and not _same_version(built, installed):
-                return built, installed, build.source
+                return built, installed, source
     return None
 
 
@@ -294,7 +263,7 @@ def _same_version(built: str, installed: str) -> bool:
 def _extension_fails(facts: DoctorFacts) -> Words:
     for name, extension in facts.extensions.items():
         failure = extension.failure
-        if failure is None or _drifted(facts, name) or (name == "tensorflow" and _lacks_legacy_keras(facts)):
+        if failure is None or _drifted(facts, name):
             continue
         why = f"'import horovod.{name}' stops the same way in every training script."
         if "undefined symbol" in failure.message + failure.detail:
@@ -347,30 +316,28 @@ def _launch_fails(facts: DoctorFacts) -> Words:
 @CHECKS.row(
     "drift-mpi",
     "warning",
-    "Drift: Horovod was built with {build.mpi_implementation} {version} and loads {library} ({library.path}).",
+    "Drift: Horovod was built with {built.implementation} {built.version} and loads {library} ({library.path}).",
     "The binary interface of an MPI holds within one major version of one implementation.",
     "Build Horovod again for the MPI that is here: 'hvdkit install --force'.",
 )
 def _drift_of_mpi(facts: DoctorFacts) -> Words:
-    library = facts.horovod_mpi()
-    build = next((build for build in facts.builds if build.mpi_implementation), None)
-    if library is None or build is None or build.mpi_implementation is None:
+    library, built = facts.horovod_mpi(), facts.record.mpi if facts.record else None
+    if library is None or built is None:
         return
-    version = build.mpi_version or ""
-    same = not (version and library.version) or major(version) == major(library.version)
-    if not (same and same_family(build.mpi_implementation, library.implementation)):
-        yield {"build": build, "version": version, "library": library}
+    same = not (built.version and library.version) or major(built.version) == major(library.version)
+    if not (same and same_family(built.implementation, library.implementation)):
+        yield {"built": built, "library": library}
 
 
 @CHECKS.row(
     "record-unreadable",
     "warning",
-    "{facts.build_error}",
+    "{facts.record_error}",
     "Without the record it is unknown which MPI and options Horovod was built with.",
     _REBUILD,
 )
 def _record_unreadable(facts: DoctorFacts) -> Words:
-    if facts.build_error is not None:
+    if facts.record_error is not None:
         yield {}
 
 
@@ -383,7 +350,7 @@ def _record_unreadable(facts: DoctorFacts) -> Words:
     "Nothing, if it works for you; 'hvdkit install --force' builds it here.",
 )
 def _no_record(facts: DoctorFacts) -> Words:
-    if facts.build_error is None and facts.horovod.present and not any(build.by_hvdkit for build in facts.builds):
+    if facts.horovod.present and facts.record is None and facts.record_error is None:
         yield {}
 
 
@@ -475,19 +442,6 @@ def _fits(launcher: MpiLauncher, library: MpiLibrary) -> bool:
         return False
     comparable = launcher.implementation == library.implementation and launcher.version and library.version
     return not comparable or major(launcher.version) == major(library.version)
-
-
-@CHECKS.row(
-    "no-mpirun",
-    "warning",
-    "There is no mpirun for the {library} that Horovod was built with.",
-    "MPI processes are started by the launcher of their MPI.",
-    "Load the module or 'pip install' the package that brings mpirun; over Gloo: 'horovodrun --gloo -np N'.",
-)
-def _no_mpirun(facts: DoctorFacts) -> Words:
-    library = facts.horovod_mpi()
-    if library and not facts.mpi_launchers and not facts.host.schedulers:
-        yield {"library": library}
 
 
 # The machine: accelerators, cores, memory -----------------------------------------------------------------------------
@@ -618,18 +572,6 @@ def _shared_memory(facts: DoctorFacts) -> Words:
         yield {"what": "There is no /dev/shm." if free is None else f"/dev/shm has {free / 2**20:.0f} MiB free."}  # noqa: S108
 
 
-@CHECKS.row(
-    "compiler",
-    "info",
-    "There is no C++ compiler on PATH.",
-    "'hvdkit install' needs one to build Horovod; from its cache it needs none, nor does training.",
-    "Install g++ (Debian: 'apt install g++', conda: 'conda install gxx'), or load the cluster's module.",
-)
-def _no_compiler(facts: DoctorFacts) -> Words:
-    if not facts.host.compiler:
-        yield {}
-
-
 # Variables ------------------------------------------------------------------------------------------------------------
 
 
@@ -646,23 +588,6 @@ def _fusion_threshold(facts: DoctorFacts) -> Words:
     number = value.strip()
     if number != "0" and not (number.isdigit() and int(number) >= _FUSION_MINIMUM):
         yield {"value": value, "in_bytes": int(number) * 2**20 if number.isdigit() else 64 * 2**20}
-
-
-@CHECKS.row(
-    "{check}",
-    "warning",
-    "{variable}={value}, and this Horovod has {has}.",
-    "Where a launcher passes it on, hvd.init() or the first allreduce ends the process.",
-    "Unset {variable}, or set it to {choices}.",
-)
-def _unbuilt_choices(facts: DoctorFacts) -> Words:
-    for check, allowed in (("controller", CONTROLLERS), ("cpu-operations", (*CONTROLLERS, "CCL"))):
-        variable = f"HOROVOD_{check.replace('-', '_').upper()}"
-        value, available = facts.environ.get(variable), [name for name in allowed if facts.built_with(name)]
-        names = [name.lower() for name in available]
-        if value is not None and facts.loaded_extensions() and value.lower() not in names:
-            has, choices = " and ".join(available), " or ".join(names)
-            yield {"check": check, "variable": variable, "value": value, "has": has, "choices": choices}
 
 
 @CHECKS.row(

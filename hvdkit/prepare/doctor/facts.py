@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher
 from hvdkit.prepare.doctor.two_ranks import TwoRanks
+from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
+from hvdkit.prepare.install.record import BuildRecord
 
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 """Import name and display name of the frameworks that Horovod has an extension for."""
@@ -122,27 +124,6 @@ class Extension:
 
 
 @dataclass(frozen=True)
-class Build:
-    """One record of what Horovod was built for.
-
-    Attributes:
-        source: the file, as a user would look for it.
-        frameworks: import name -> version at build time.
-        mpi_implementation, mpi_version, mpi_bin: the MPI it was built with, None where the record does not say.
-        python: "cp311", None where the record does not say.
-        by_hvdkit: written by ``hvdkit install``, which adjusts Horovod's source.
-    """
-
-    source: str
-    frameworks: Mapping[str, str]
-    mpi_implementation: str | None = None
-    mpi_version: str | None = None
-    mpi_bin: str | None = None
-    python: str | None = None
-    by_hvdkit: bool = False
-
-
-@dataclass(frozen=True)
 class DoctorFacts:
     """Everything that the checks look at.
 
@@ -150,13 +131,13 @@ class DoctorFacts:
         python, python_tag: "3.11.7", "cp311".
         prefix: the environment's directory.
         host: the machine.
-        packages: import name -> package, for every name of PACKAGES; likewise ``tf_keras``, by its import name.
+        packages: import name -> package, for every name of PACKAGES.
         tensorflow_keras: version of ``tf.keras``: the Keras that Horovod's own Keras API works on.
-        tensorflow_keras_failure: why it could not be loaded.
         keras_backend: "tensorflow", "torch", "jax"; None when Keras was not imported.
         devices, extensions: framework's import name -> what it sees, Horovod's extension for it.
-        builds: records of what Horovod was built for, hvdkit's own first.
-        build_error: why hvdkit's record could not be read.
+        record: what ``hvdkit install`` noted in the Horovod that it built.
+        record_error: why that could not be read.
+        metadata: Horovod's own note of the versions that it was built for, by the framework's import name.
         mpi4py_mpi: the MPI library that mpi4py loads.
         mpi_launchers: what PATH has first, then those of the environment and of the build record.
         environ: the variables that matter to training (HOROVOD_*, OMP_NUM_THREADS, ...) and are set.
@@ -172,12 +153,12 @@ class DoctorFacts:
     host: DoctorHost
     packages: Mapping[str, Package]
     tensorflow_keras: str | None = None
-    tensorflow_keras_failure: Failure | None = None
     keras_backend: str | None = None
     devices: Mapping[str, Devices] = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
-    builds: tuple[Build, ...] = ()
-    build_error: str | None = None
+    record: BuildRecord | None = None
+    record_error: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
     mpi4py_mpi: MpiLibrary | None = None
     mpi_launchers: tuple[MpiLauncher, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -199,6 +180,12 @@ class DoctorFacts:
     def built_with(self, feature: str) -> bool:
         """Whether any extension that loads was built with ``feature`` ("MPI", "NCCL", ...)."""
         return any(feature in extension.built for extension in self.loaded_extensions())
+
+    def built_for(self) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        """The versions of frameworks that Horovod was built for, by the file that says so, hvdkit's first."""
+        noted = {"torch": self.record.torch, "tensorflow": self.record.tensorflow} if self.record else {}
+        record = {name: version for name, version in noted.items() if version is not None}
+        return (RECORD_NAME, record), ("metadata.json", self.metadata)
 
     def launch_problem(self, framework: str) -> str | None:
         """Why a training of 2 ranks, started by ``hvdkit launch``, fails; None where it works or was not tried."""

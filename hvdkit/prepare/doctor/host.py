@@ -54,7 +54,6 @@ class DoctorHost:
         cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
         shm_bytes: free bytes of /dev/shm, None when it does not exist.
         gpus: accelerators that the kernel's drivers show, whatever the frameworks see.
-        compiler: path of a C++ compiler, None without one.
         schedulers: job launchers on PATH that can start MPI processes in place of mpirun.
     """
 
@@ -64,7 +63,6 @@ class DoctorHost:
     cpu_quota: float | None = None
     shm_bytes: int | None = None
     gpus: tuple[str, ...] = ()
-    compiler: str | None = None
     schedulers: tuple[str, ...] = ()
 
     @property
@@ -83,7 +81,6 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 def look(environ: Mapping[str, str]) -> DoctorHost:
     """The machine as this process sees it."""
     path = environ.get("PATH")
-    compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
     shared = Path("/dev/shm")  # noqa: S108
     return DoctorHost(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -92,7 +89,6 @@ def look(environ: Mapping[str, str]) -> DoctorHost:
         cpu_quota=cpu_quota(text_if_there(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
         shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         gpus=gpus(Path("/")),
-        compiler=next((found for name in compilers if (found := shutil.which(name, path=path))), None),
         schedulers=tuple(name for name in _SCHEDULERS if shutil.which(name, path=path)),
     )
 

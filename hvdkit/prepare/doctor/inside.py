@@ -38,7 +38,6 @@ DISTRIBUTIONS = {
         "tf-nightly", "tf-nightly-cpu",
     ),
     "keras": ("keras", "keras-nightly"),
-    "tf_keras": ("tf_keras", "tf_keras-nightly"),
     "jax": ("jax",),
     "mpi4py": ("mpi4py",),
     "horovod": ("horovod",),

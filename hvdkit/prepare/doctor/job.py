@@ -441,28 +441,16 @@ def _other_mpi(reports: Reports) -> Words:
 @CHECKS.row(
     "versions",
     "warning",
-    "{name} is missing on {ranks} ({hosts}).",
-    "A script that imports it fails there, and the other ranks wait.",
-    "Use the same environment on every host: a shared file system, or install it there too.",
-)
-def _missing_packages(reports: Reports) -> Words:
-    for name in ("Python", *PACKAGES):
-        absent = [report for report in reports if name not in report.versions]
-        if 0 < len(absent) < len(reports):
-            yield {"name": name, "ranks": _ranks(absent), "hosts": ", ".join(sorted({one.host for one in absent}))}
-
-
-@CHECKS.row(
-    "versions",
-    "warning",
     "{name} is not the same on all ranks: {shown}.",
-    "Ranks with different versions may compute different gradients, or not understand each other.",
-    "Use the same environment on every host.",
+    "Ranks with different versions may compute different gradients, or not understand each other; where a package is "
+    "missing, a script that imports it fails, and the other ranks wait.",
+    "Use the same environment on every host: a shared file system, or install it there too.",
 )
 def _other_versions(reports: Reports) -> Words:
     for name in ("Python", *PACKAGES):
-        having = [report for report in reports if name in report.versions]
-        by_version = _grouped(having, lambda report, name=name: report.versions[name])  # type: ignore[misc]
+        by_version: dict[str, list[RankReport]] = {}
+        for report in reports:
+            by_version.setdefault(report.versions.get(name, "missing"), []).append(report)
         if len(by_version) > 1:
             shown = "; ".join(f"{version} on {_ranks(those)}" for version, those in by_version.items())
             yield {"name": name, "shown": shown}
@@ -471,30 +459,16 @@ def _other_versions(reports: Reports) -> Words:
 @CHECKS.row(
     "cores",
     "warning",
-    "{ranks} ranks share {cores} cores on {host}.",
-    "They take turns: times measure contention, not scaling.",
-    "Start fewer ranks on a host (--ppn), or ask for more cores.",
+    "{ranks} ranks on {host} would run {threads} threads on {cores} cores.",
+    "Threads that wait for a core slow every rank down; times measure contention, not scaling.",
+    "Set OMP_NUM_THREADS={share} (hvdkit launch --threads), start fewer ranks a host (--ppn), or ask for more cores.",
 )
 def _few_cores(reports: Reports) -> Words:
     for host, here in _grouped(reports, lambda report: report.host).items():
-        usable = {core for report in here for core in report.cores}
-        if len(here) > len(usable):
-            yield {"ranks": len(here), "cores": len(usable), "host": host}
-
-
-@CHECKS.row(
-    "threads",
-    "warning",
-    "{ranks} ranks on {host} would run {threads} threads on {cores} cores.",
-    "Threads that wait for a core slow every rank down.",
-    "Set OMP_NUM_THREADS={share} (hvdkit launch --threads).",
-)
-def _many_threads(reports: Reports) -> Words:
-    for host, here in _grouped(reports, lambda report: report.host).items():
         cores = len({core for report in here for core in report.cores})
         threads = sum(report.threads for report in here)
-        if len(here) <= cores < threads:
-            share = cores // len(here)
+        if threads > cores:
+            share = max(1, cores // len(here))
             yield {"ranks": len(here), "host": host, "threads": threads, "cores": cores, "share": share}
 
 

@@ -11,9 +11,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -23,9 +22,8 @@ from hvdkit.common.mpi_names import identify
 from hvdkit.common.signals import signal_name
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.doctor import host, inside, two_ranks
-from hvdkit.prepare.doctor.facts import FRAMEWORKS, Build, Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
-from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
-from hvdkit.prepare.install.record import read_record
+from hvdkit.prepare.doctor.facts import FRAMEWORKS, Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
+from hvdkit.prepare.install.record import BuildRecord, read_record
 from hvdkit.steps import launchers
 
 DEFAULT_SECONDS = 60.0
@@ -36,103 +34,106 @@ _PART_OF_A_JOB = re.compile(r"HOROVOD_(?!GLOO_IFACE$)|PMI|PRTE_|HYDRA|PALS_|SLUR
 """Beside what places a rank: what changes how Horovod behaves, or how an MPI starts. A probe is one plain process."""
 
 
-class Children:
-    """Child processes of one interpreter and environment, which can all be ended from another thread.
+class Child:
+    """One process of ``inside.py``, started in a session of its own so that what it starts ends with it.
 
     Args:
         python: interpreter to start.
-        environ: environment to start from; a launcher's variables are taken out.
-        seconds: time that one child may take, > 0.
+        stages: what it does, in order.
+        environ: see ``plain``.
+        seconds: time that it may take from now on, > 0.
     """
 
-    def __init__(self, python: str, environ: Mapping[str, str], seconds: float) -> None:
-        self.python = python
-        self.seconds = seconds
-        plain = launchers.without_place(environ)
-        self.environ = {name: value for name, value in plain.items() if not _PART_OF_A_JOB.match(name)}
-        self.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # a look must not take the whole memory of a shared GPU
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def run(self, stages: Sequence[str]) -> dict[str, Any]:
-        """What each stage found, or its Failure; where one kills its process, the others go on in a new one."""
-        outcomes: dict[str, Any] = {}
-        remaining = list(stages)
-        while remaining and not self._stopped:
-            lines, end = self._one_child(remaining)
-            outcomes.update({line["stage"]: _outcome(line) for line in lines if "stage" in line})
-            if end is None:
-                break
-            begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
-            fatal = begun[-1] if begun else remaining[0]
-            outcomes[fatal] = end
-            failed = {stage for stage, outcome in outcomes.items() if isinstance(outcome, Failure)}
-            later = remaining[remaining.index(fatal) + 1 :]
-            remaining = [stage for stage in later if inside.is_possible(stage, failed)]
-        return outcomes
-
-    def stop(self) -> None:
-        """End every child now; ``run`` starts no further ones."""
-        with self._lock:
-            self._stopped = True
-            for process in self._running:
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(process.pid, signal.SIGKILL)
-
-    def _one_child(self, stages: Sequence[str]) -> tuple[list[dict[str, Any]], Failure | None]:
-        """Lines that a child wrote, and its end when that was not the regular one."""
-        files = (os.fdopen(os.memfd_create(f"hvdkit-{name}"), "rb") for name in ("results", "stderr"))
-        with next(files) as results, next(files) as errors:
-            numbers = results.fileno(), errors.fileno()
-            status = self._wait([str(numbers[0]), str(int(self.seconds) + 10), *stages], *numbers)
-            lines = [json.loads(line) for line in _all_of(results).splitlines(keepends=True) if line.endswith("\n")]
-            finished = {line["stage"] for line in lines if "stage" in line}
-            complete = status == 0 and all(line["begin"] in finished for line in lines if "begin" in line) and lines
-            return lines, None if complete else self._end(status, _all_of(errors))
-
-    def _wait(self, arguments: Sequence[str], results: int, errors: int) -> int | None:
-        """Exit status of a child (negative: its signal), None when it took too long."""
-        with self._lock:
-            if self._stopped:
-                return None
-            process = self._start(arguments, results, errors)
-            self._running.add(process)
+    def __init__(self, python: str, stages: Sequence[str], environ: Mapping[str, str], seconds: float) -> None:
+        self._results, self._errors = (
+            os.fdopen(os.memfd_create(f"hvdkit-{name}"), "rb") for name in ("results", "stderr")
+        )
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        descriptor = self._results.fileno()
         try:
-            return process.wait(self.seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return None
-        finally:
-            with self._lock:
-                self._running.discard(process)
-
-    def _start(self, arguments: Sequence[str], results: int, errors: int) -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(
-                [self.python, "-P", inside.__file__, *arguments],
+            self._process = subprocess.Popen(
+                [python, "-P", inside.__file__, str(descriptor), str(int(seconds) + 10), *stages],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=errors,
-                pass_fds=(results,),
-                env=self.environ,
-                start_new_session=True,  # so that what it starts ends with it
+                stderr=self._errors.fileno(),
+                pass_fds=(descriptor,),
+                env=dict(environ),
+                start_new_session=True,
             )
         except OSError as error:
-            raise HvdkitError(
-                f"{self.python} cannot be started: {error.strerror}; reinstall the environment."
-            ) from error
+            raise HvdkitError(f"{python} cannot be started: {error.strerror}; reinstall the environment.") from error
+
+    def kill(self) -> None:
+        """End it now, with what it started."""
+        with suppress(ProcessLookupError):  # it has just ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self) -> tuple[list[dict[str, Any]], Failure | None]:
+        """Lines that it wrote, and its end when that was not the regular one."""
+        status = None
+        with suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        if status is None:
+            self.kill()
+        with self._results, self._errors:
+            written, errors = _all_of(self._results), _all_of(self._errors)
+        lines = [json.loads(line) for line in written.splitlines(keepends=True) if line.endswith("\n")]
+        finished = {line["stage"] for line in lines if "stage" in line}
+        complete = status == 0 and all(line["begin"] in finished for line in lines if "begin" in line) and lines
+        return lines, None if complete else self._end(status, errors)
 
     def _end(self, status: int | None, errors: str) -> Failure:
         detail = _shareable(errors)[-inside.MAX_DETAIL :].strip()
         told = [line.strip() for line in detail.splitlines() if re.search(r"\w", line)]
         last = f": {told[-1]}" if told else ""
         if status is None:
-            return Failure("timeout", f"did not end within {self.seconds:g} s", detail)
+            return Failure("timeout", f"did not end within {self._seconds:g} s", detail)
         if status < 0:
             return Failure("signal", f"killed by {signal_name(-status)}{last}", detail)
         return Failure("exit", f"the process ended with exit status {status}{last}", detail)
+
+
+def plain(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what makes a process part of a job: a probe is one plain process."""
+    alone = {name: value for name, value in launchers.without_place(environ).items() if not _PART_OF_A_JOB.match(name)}
+    return {**alone, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # a look must not take the whole memory of a shared GPU
+
+
+def run(
+    python: str, processes: Sequence[Sequence[str]], environ: Mapping[str, str], seconds: float
+) -> Iterator[dict[str, Any]]:
+    """What the stages of each process found, or their Failures; all processes run at the same time.
+
+    Where a stage kills its process, those behind it go on in a new one.
+    """
+    started: list[Child] = []
+
+    def start(stages: Sequence[str]) -> Child:
+        started.append(Child(python, stages, plain(environ), seconds))
+        return started[-1]
+
+    try:
+        for stages, child in [(stages, start(stages)) for stages in processes]:
+            remaining, outcomes = stages, dict[str, Any]()
+            while True:
+                lines, end = child.wait()
+                outcomes.update({line["stage"]: _outcome(line) for line in lines if "stage" in line})
+                if end is None:
+                    break
+                begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
+                fatal = begun[-1] if begun else remaining[0]
+                outcomes[fatal] = end
+                failed = {stage for stage, outcome in outcomes.items() if isinstance(outcome, Failure)}
+                later = remaining[remaining.index(fatal) + 1 :]
+                remaining = [stage for stage in later if inside.is_possible(stage, failed)]
+                if not remaining:
+                    break
+                child = start(remaining)
+            yield outcomes
+    finally:
+        for child in started:
+            child.kill()
 
 
 def _outcome(line: Mapping[str, Any]) -> Any:
@@ -163,22 +164,16 @@ def gather(
         HvdkitError: the interpreter does not run.
     """
     environ = dict(os.environ if environ is None else environ)
-    children = Children(python, environ, seconds)
-    inventory = Children(python, environ, max(seconds, DEFAULT_SECONDS)).run(["inventory"])["inventory"]
+    (inventory,) = (one["inventory"] for one in run(python, [["inventory"]], environ, max(seconds, DEFAULT_SECONDS)))
     if isinstance(inventory, Failure):
         raise HvdkitError(f"{python} cannot look at its packages ({inventory.message}); does it run at all?")
-    builds, build_error = _builds(inventory["packages"]["horovod"]["location"])
-    seen, prefix = host.look(environ), Path(inventory["prefix"])
+    outcomes: dict[str, Any] = {}
+    for found in run(python, plan(inventory), environ, seconds):
+        outcomes |= found
+    record, record_error, metadata = _notes(inventory["packages"]["horovod"]["location"])
     # Where the MPI of this environment is, on PATH or not; a record's directory can be relative to the prefix.
-    own_mpis = [prefix / "bin", *(prefix / build.mpi_bin for build in builds if build.mpi_bin)]
-    with ThreadPoolExecutor(max(2, seen.usable_cores)) as pool:
-        try:
-            futures = [pool.submit(children.run, stages) for stages in plan(inventory)]
-            mpiruns = pool.submit(host.mpi_launchers, environ, own_mpis)
-            outcomes = {stage: outcome for future in futures for stage, outcome in future.result().items()}
-        except BaseException:
-            children.stop()
-            raise
+    prefix = Path(inventory["prefix"])
+    own_mpis = [prefix / "bin", *([prefix / record.mpi.bin] if record and record.mpi else [])]
 
     def value(stage: str) -> Mapping[str, Any]:
         outcome = outcomes.get(stage)
@@ -216,17 +211,17 @@ def gather(
         python=inventory["python"],
         python_tag=inventory["python_tag"],
         prefix=inventory["prefix"],
-        host=seen,
+        host=host.look(environ),
         packages=packages,
         tensorflow_keras=value("tensorflow.keras").get("version"),
-        tensorflow_keras_failure=failure("tensorflow.keras"),
         keras_backend=value("keras").get("backend"),
         devices=devices,
         extensions=extensions,
-        builds=builds,
-        build_error=build_error,
+        record=record,
+        record_error=record_error,
+        metadata=metadata,
         mpi4py_mpi=_mpi_library(value("mpi4py").get("mpi")),
-        mpi_launchers=mpiruns.result(),
+        mpi_launchers=host.mpi_launchers(environ, own_mpis),
         environ=host.relevant(environ),
         timeline_problem=host.timeline_problem(environ),
         trained=trained,
@@ -251,33 +246,20 @@ def plan(inventory: Mapping[str, Any]) -> list[list[str]]:
     return [stages for stages in processes if stages]
 
 
-def _builds(horovod: str | None) -> tuple[tuple[Build, ...], str | None]:
-    """Records of what Horovod was built for, hvdkit's first, and why that one could not be read."""
+def _notes(horovod: str | None) -> tuple[BuildRecord | None, str | None, dict[str, str]]:
+    """Of an installed Horovod: hvdkit's record, why it cannot be read, and Horovod's own note of framework versions."""
     if horovod is None:
-        return (), None
-    builds, problem = [], None
+        return None, None, {}
+    record, problem, content = None, None, None
     try:
-        if record := read_record(Path(horovod)):
-            versions = {"torch": record.torch, "tensorflow": record.tensorflow}
-            builds.append(
-                Build(
-                    source=RECORD_NAME,
-                    frameworks={name: version for name, version in versions.items() if version is not None},
-                    mpi_implementation=record.mpi.implementation if record.mpi else None,
-                    mpi_version=record.mpi.version if record.mpi else None,
-                    mpi_bin=record.mpi.bin if record.mpi else None,
-                    python=record.python,
-                    by_hvdkit=True,
-                )
-            )
+        record = read_record(Path(horovod))
     except InstallError as error:
         problem = str(error)
-    with suppress(OSError, ValueError, AttributeError):  # Horovod's own note, if it is what Horovod writes
+    with suppress(OSError, ValueError):  # there is none, or not what Horovod writes
         content = json.loads((Path(horovod) / "metadata.json").read_text(encoding="utf-8"))
-        versions = {name: content.get(key) for key, name in _METADATA_NAMES.items()}
-        known = {name: version for name, version in versions.items() if isinstance(version, str)}
-        builds.append(Build("metadata.json", known))
-    return tuple(builds), problem
+    noted = content if isinstance(content, dict) else {}
+    versions = {name: noted.get(key) for key, name in _METADATA_NAMES.items()}
+    return record, problem, {name: version for name, version in versions.items() if isinstance(version, str)}
 
 
 def _mpi_library(value: Mapping[str, str] | None) -> MpiLibrary | None:

@@ -57,7 +57,7 @@ NOT_READ = {
     "--torch-profile", "--stall-dir", "--stage-dir", "--explain-dir", "--host-discovery-script", "--html", "--monitor",
 }  # fmt: skip
 """Parameters that name what is written, or run: these have tests of their own."""
-WRITTEN = {("launch", "--timeline"), ("install", "--wheel"), ("examples copy", "directory")}
+WRITTEN = {("launch", "--timeline"), ("install", "--wheel"), ("examples copy", "directory"), ("doctor", "--report-to")}
 NESTED = 100_000
 GOOD = Path(__file__).parents[1] / "data" / "timelines" / "torch-mpi-2ranks-cycles.json"
 

@@ -203,6 +203,7 @@ def _framework_gone(facts: DoctorFacts) -> Words:
     f"{_REBUILD} Or go back: 'pip install {{package}}=={{built}}'.",
 )
 def _drift(facts: DoctorFacts) -> Words:
+    """A framework is not the one that Horovod was built for: another version, or another build of the version."""
     for name, extension in facts.extensions.items():
         if versions := _drifted(facts, name):
             built, installed, source = versions
@@ -473,6 +474,7 @@ def _counted(gpus: tuple[str, ...]) -> str:
     "{fix}",
 )
 def _hidden_gpus(facts: DoctorFacts) -> Words:
+    """The build could use accelerators, and none is visible."""
     for name, devices in facts.devices.items():
         if not facts.host.gpus or not devices.build or devices.gpus:
             continue

@@ -191,7 +191,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.9g}") if math.isfinite(value) else None
+        return value if math.isfinite(value) else None
     return value
 
 

@@ -1,6 +1,6 @@
 """Sees a training while it runs: what each rank does in a window of steps, told to all ranks, written by the root.
 
-A step leaves a few marks of time. At the end of a window this rank's row, 32 numbers, goes to a second thread
+A step leaves a few marks of time. At the end of a window this rank's row, 37 numbers, goes to a second thread
 (``teller``), which gives it to all ranks in one collective while the training goes on. The root alone keeps the history
 (``history``) and tells trackers.
 """
@@ -52,7 +52,7 @@ class Monitor(ABC):
                 monitor.log(loss=loss)
 
     Every rank makes one with the same arguments, takes the same number of steps, and logs the same names. Once in
-    ``every`` steps each rank tells the others 256 bytes, in a second thread, while the training goes on. The root
+    ``every`` steps each rank tells the others 296 bytes, in a second thread, while the training goes on. The root
     writes ``metrics.jsonl`` and ``metrics.csv`` (docs/monitor.md).
 
     Args:
@@ -102,7 +102,7 @@ class Monitor(ABC):
         self._outlets: Outlets | None = None
         self._teller: Teller | None = None
         self._open = self._iterating = self._by_steps = self._closed = False
-        self._asked = self._given = 0.0
+        self._asked = self._given = self._wait_before = 0.0
         self._waits: float | None = None
         self.step, self.epoch = step or 0, 0
         self._name = _name()
@@ -249,6 +249,8 @@ class Monitor(ABC):
     def _begin(self, now: float) -> None:
         self.step = self._start = step_times.restored_step if self._start is None else self._start
         self._window.begun = now
+        self._processor = step_times.Processor()  # of this thread, which trains
+        self._used = self._processor.spent()
         gather = functools.partial(self._gather, name=self._name)
         keeps = self._on_report is not None
         self._teller = Teller(self._world.size, gather, self._device_bytes, self._outlets, keeps=keeps)
@@ -263,6 +265,8 @@ class Monitor(ABC):
         window.input += self._given - self._asked
         if self._waits is not None:
             window.wait += now - self._waits
+        window.own += [max(0.0, now - self._asked - window.wait + self._wait_before) / steps] * steps
+        self._wait_before = window.wait
         window.steps += steps
         window.epoch = self.epoch
         self.step += steps
@@ -273,6 +277,8 @@ class Monitor(ABC):
     def _give(self, teller: Teller, now: float) -> int:
         """Give the window to the second thread; its number."""
         window, self._window = self._window, Window(now)
+        before, self._used, self._wait_before = self._used, self._processor.spent(), 0.0
+        window.used = tuple(end - begin for begin, end in zip(before, self._used, strict=True))  # type: ignore[assignment]
         window.seconds, window.last = now - window.begun, self.step
         window.parameters = dict(self._parameters())
         return teller.window(window)

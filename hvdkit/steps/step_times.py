@@ -53,7 +53,7 @@ class Recorder:
         self._ready: float | None = None
         self._arrived: float | None = None
         self._open = False
-        self._processor: _Processor | None = None
+        self._processor: Processor | None = None
         self._before = self._used = _UNKNOWN
         self._events: list[tuple[str, float, float]] = []
         self._steps: list[tuple[float | None, ...]] = []
@@ -165,7 +165,7 @@ class Recorder:
     def _spent(self) -> tuple[float, float, float]:
         """What the thread that trains has had of the processor so far: this thread, the first that says something."""
         if self._processor is None:
-            self._processor = _Processor()
+            self._processor = Processor()
         return self._processor.spent()
 
     def _write(self) -> None:
@@ -364,7 +364,7 @@ def follow(world: Topology) -> None:
         monitor.follow(world)
 
 
-class _Processor:
+class Processor:
     """Seconds that a thread ran, that it waited for a core, and that all threads of the process ran.
 
     It is of the thread that makes it, whichever thread asks: TensorFlow says from others that it is ready. That one

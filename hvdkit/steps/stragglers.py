@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.lateness import Floats, lower_median
+from hvdkit.steps.lateness import STEADY, Floats, lower_median, named
 from hvdkit.steps.ranks import name_ranks
 
 LASTING = 3
@@ -31,6 +31,23 @@ _SLOWDOWN, _SLOWDOWN_S = 1.25, 30.0
 _GROWTH, _LEAST_GROWTH = 0.01, 8 << 20
 """Share of its memory, and bytes, that a process gains in a window where it is called growing."""
 _LOSS_APART, _LOSS_SPREADS = 0.5, 6.0
+_MANY = 4
+"""Ranks that are slow from the same window on beyond which one report names them all."""
+_MEASURED = ("input", "compute", "ran", "queued", "of_all", "typical")
+_DOING = {
+    "input": ("waits for its input", "wait for their input"),
+    "compute": ("computes", "compute"),
+    "blocked": ("is blocked", "are blocked"),
+    "cores": ("waits for a core", "wait for a core"),
+    "late": ("waits for its input or computes", "wait for their input or compute"),
+}
+"""By cause, of one rank and of several; each so long in every step."""
+_MOST_OF_IT = {
+    "input": "; most of it is input",
+    "compute": "; most of it is computation",
+    "wait": "; most of it is communication",
+    "step": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,8 @@ class Report:
         step: when it was seen.
         about: "straggler", "slowdown", "memory" or "health".
         rank: whose; None where it is all ranks' or several ranks'.
-        cause: "input", "compute", "wait", "memory", "nonfinite" or "loss".
+        cause: "input", "compute", "blocked", "cores", "late" (by its input or computation, which of them is not known),
+            "random-late", "wait", "step" (what takes longer is not known), "memory", "nonfinite" or "loss".
         since: step after which it began.
         cost: seconds per step that it costs the job.
         text: one sentence.
@@ -70,7 +88,9 @@ class Scores:
         self._windows = 0
         self._before = 0
         self._late = _Lasting(size)
-        self._behind = {name: np.zeros(size) for name in ("input", "compute", "cost")}
+        self._behind = {name: np.zeros(size) for name in (*_MEASURED, "cost", "stalls")}
+        self._measured: frozenset[str] = frozenset()
+        self._computes_itself = False
         self._past = np.full(size, np.nan)
         self._typical: deque[dict[str, float]] = deque(maxlen=512)
         self._slow_since: tuple[float, int] | None = None
@@ -86,7 +106,9 @@ class Scores:
             step: the last one of the window.
             steps, seconds: of the window.
             ranks: "step", "input", "compute", "wait" (seconds per step), "rss", "device" (bytes), "loss", each (size,),
-                NaN where it is not known.
+                NaN where it is not known; and where it was measured "ran", "queued", "of_all" (seconds per step of the
+                processor), "typical" (seconds of a rank's own work in its median step) and "stalls" (steps in which it
+                does much more, 0 where that is in all of them).
         """
         self._windows += 1
         self._now += seconds
@@ -120,17 +142,23 @@ class Scores:
     # Ranks that are slower than the others ---------------------------------------------------------------------------
 
     def _stragglers(self, step: int, first: int, ranks: Mapping[str, Floats]) -> list[Report]:
+        """Reports of ranks that have been slow for three windows; ``ranks``: as ``window`` has them."""
         size = len(self._hosts)
         own = own_work(ranks)
         if size < 2 or not np.isfinite(own).all():
             return []
         behind = own - lower_median(own)
-        spread = _SIGMA * float(np.median(np.abs(behind))) if size > 3 else 0.0
+        # of the faster half, for the other one may be slow
+        spread = _SIGMA * float(np.median(np.abs(behind[behind <= 0]))) if size > 3 else 0.0
         slow = behind > max(_SHARE * lower_median(ranks["step"]), _SPREADS * spread)
         others = float(own[~slow].max()) if not slow.all() else lower_median(own)
-        for name, values in (("input", ranks["input"]), ("compute", ranks["compute"]), ("cost", None)):
-            gap = own - others if values is None else np.nan_to_num(values - lower_median(values))
+        more = {name: ranks[name] - lower_median(ranks[name]) for name in _MEASURED if name in ranks}
+        more |= {"cost": own - others, "stalls": ranks.get("stalls", np.zeros(size)) / (step - first or 1)}
+        for name, gap in more.items():
             self._behind[name] = np.where(slow, self._behind[name] + gap, 0.0)
+        self._measured = frozenset(more)
+        if "ran" in ranks:  # the thread that trains computes, as PyTorch's does; TensorFlow has threads of its own
+            self._computes_itself = bool(lower_median(ranks["ran"]) > 0.5 * lower_median(ranks["of_all"]))
         new = self._late.window(slow, first)
         reports = [self._straggler(step, group, own, of_host) for group, of_host in self._by_host(new, self._late.told)]
         normal = ~slow & np.isfinite(own)
@@ -138,33 +166,59 @@ class Scores:
         return reports
 
     def _by_host(self, new: list[int], told: npt.NDArray[np.bool_]) -> list[tuple[list[int], bool]]:
-        """Ranks that are new among the slow ones: those of one host together where all of it is slow."""
+        """Ranks that are new among the slow ones: those of one host together where all of it is slow, and many."""
         groups: list[tuple[list[int], bool]] = []
+        others: list[int] = []
         for host in dict.fromkeys(self._hosts[rank] for rank in new):
             here = [rank for rank, name in enumerate(self._hosts) if name == host]
             mine = [rank for rank in new if self._hosts[rank] == host]
-            whole = 1 < len(here) < len(self._hosts) and all(told[rank] for rank in here)
-            groups += [(mine, True)] if whole else [([rank], False) for rank in mine]
-        return groups
+            if 1 < len(here) < len(self._hosts) and all(told[rank] for rank in here):
+                groups.append((mine, True))
+            else:
+                others += mine
+        return groups + ([([rank], False) for rank in others] if len(others) <= _MANY else [(sorted(others), False)])
 
     def _straggler(self, step: int, ranks: list[int], own: Floats, of_host: bool) -> Report:
+        """The report of these ranks, all of one host where ``of_host``; ``own``: seconds a step of each rank."""
         windows = self._late.windows[ranks]
-        means = {name: float((values[ranks] / windows).mean()) for name, values in self._behind.items()}
-        cause = "input" if means["input"] > means["compute"] else "compute"
+        means = {name: float((self._behind[name][ranks] / windows).mean()) for name in self._measured}
+        cause = self._cause(means)
         since = int(self._late.since[ranks].min())
         cost = max(0.0, means["cost"])
         past = own[ranks] / self._past[ranks]
         how = f" ({np.median(past):.3g} times its own past)" if np.isfinite(past).all() else ""
         if of_host:
             who, rank = f"Host {self._hosts[ranks[0]]} ({_who(ranks, 0).lower()})", None
+        elif len(ranks) > 1:
+            who, rank = named(ranks, len(self._hosts)), None
         else:
             who, rank = f"Rank {ranks[0]} on {self._hosts[ranks[0]]}", ranks[0]
-        doing = "waits for its input" if cause == "input" else "computes"
-        text = (
-            f"{who} {doing} {_ms(means[cause])} longer than the median rank in every step{how} since step {since}; it "
-            f"costs the job {_ms(cost)} a step."
-        )
+        several = rank is None and not of_host
+        if cause == "random-late":
+            every = max(1, round(1 / means["stalls"]))
+            each = _ms(means["gap"] * every)
+            text = f"{who} {'are' if several else 'is'} late in about every {every}th step, {each} each"
+        else:
+            longer = means[cause] if cause in ("input", "compute") else means["gap"]
+            text = f"{who} {_DOING[cause][several]} {_ms(longer)} longer than the median rank in every step"
+        text += f"{how} since step {since}; it costs the job {_ms(cost)} a step."
         return Report(step, "straggler", rank, cause, since, cost, text)
+
+    def _cause(self, means: dict[str, float]) -> str:
+        """What slow ranks do, as far as it was measured; ``means``: by what they are behind, seconds a step."""
+        read = means.get("input", np.nan)
+        means["gap"] = gap = np.nan_to_num(read) + means["compute"]
+        if read > means["compute"]:
+            return "input"
+        if means["stalls"] > 0 and means.get("typical", gap) < STEADY * gap:
+            return "random-late"
+        ran, queued, of_all = (means.get(name, np.nan) for name in ("ran", "queued", "of_all"))
+        if queued >= 0.5 * gap:
+            return "cores"
+        known, computes = not np.isnan(read), (ran if self._computes_itself else max(ran, of_all)) >= 0.5 * gap
+        if np.isnan(ran):
+            return "compute" if known else "late"
+        return "compute" if computes else "blocked" if known else "late"
 
     # All ranks slower than they were ---------------------------------------------------------------------------------
 
@@ -176,7 +230,7 @@ class Scores:
         now = {name: lower_median(ranks[name]) for name in ("input", "compute")}
         now["wait"] = float(np.min(ranks["wait"]))  # of the rank that comes last: what the network takes
         if not np.isfinite(list(now.values())).all():
-            now = {"compute": lower_median(ranks["step"])}
+            now = {"step": lower_median(ranks["step"])}
         before = {name: _typical([one.get(name, 0.0) for one in self._typical]) for name in now}
         was, total = sum(before.values()), sum(now.values())
         if len(self._typical) < _PAST or total <= _SLOWDOWN * was:
@@ -190,8 +244,8 @@ class Scores:
         self._slow_told = True
         cause = max(now, key=lambda name: now[name] - before[name])
         text = (
-            f"All ranks are slower than before step {since}: {_ms(total)} a step, {_ms(was)} earlier; most of it is "
-            f"{ {'input': 'input', 'compute': 'computation', 'wait': 'communication'}[cause] }."
+            f"All ranks are slower than before step {since}: {_ms(total)} a step, {_ms(was)} earlier"
+            f"{_MOST_OF_IT[cause]}."
         )
         return [Report(step, "slowdown", None, cause, since, total - was, text)]
 

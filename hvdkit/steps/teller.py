@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.lateness import Floats
+from hvdkit.steps.lateness import Floats, lower_median
 from hvdkit.steps.outlets import Outlets
 from hvdkit.steps.stragglers import Report, Scores, summary
 from hvdkit.steps.windows import FACTS, WORDS, BadGradients, Window, number_of, row_of
@@ -145,7 +145,8 @@ class Teller(threading.Thread):
         weights = np.where(facts["samples"] > 0, facts["samples"], facts["steps"])
         means = (weights @ logs / weights.sum()).tolist() if same and names else []
         self.logs = dict(zip(names, means, strict=False))
-        told = {**ranks, **({"loss": logs[:, names.index("loss")]} if same and "loss" in names else {})}
+        seen = {name: facts[name] for name in ("ran", "queued", "of_all", "typical", "stalls")}
+        told = {**ranks, **seen, **({"loss": logs[:, names.index("loss")]} if same and "loss" in names else {})}
         reports = _unhealthy(window, scores, facts)
         reports += scores.window(window.last, window.steps, float(facts["seconds"][0]), told)
         if self._outlets is not None:
@@ -165,7 +166,7 @@ class Teller(threading.Thread):
         norm = float(facts["grad_norm"][0])
         line: dict[str, Any] = {"step": window.last, "epoch": window.epoch, "steps": window.steps}
         line |= {"samples_per_s": speed, "logs": self.logs, "ranks": summary(ranks), "grad_norm": norm}
-        values = {**self.logs, "samples_per_s": speed, "grad_norm": norm, "step_s": float(ranks["step"].mean())}
+        values = {**self.logs, "samples_per_s": speed, "grad_norm": norm, "step_s": float(lower_median(ranks["step"]))}
         outlets.window(line, {name: one for name, one in values.items() if math.isfinite(one)})
 
 

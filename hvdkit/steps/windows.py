@@ -1,4 +1,4 @@
-"""What one rank sees in a window of steps, and the 32 numbers that it tells all ranks of it."""
+"""What one rank sees in a window of steps, and the 37 numbers that it tells all ranks of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import numpy as np
 from hvdkit.steps.lateness import Floats
 from hvdkit.steps.stragglers import LASTING
 
-WORDS = 32
-"""Numbers that a rank tells in a window: 256 bytes."""
+WORDS = 37
+"""Numbers that a rank tells in a window: 296 bytes."""
 FACTS = (
     "step", "epoch", "steps", "seconds", "samples", "step_s", "input", "compute", "wait", "rss", "device",
-    "grad_norm", "bad_gradient", "bad_parameter", "bad_loss", "names",
+    "grad_norm", "bad_gradient", "bad_parameter", "bad_loss", "names", "ran", "queued", "of_all", "typical", "stalls",
 )  # fmt: skip
 MOST_LOGS = WORDS - len(FACTS)
 
@@ -30,6 +30,8 @@ class Window:
 
     Attributes:
         parameters: what ``looks`` calls them, and what their user does.
+        own: seconds of each step that this rank did not wait for others.
+        used: seconds in which the thread that trains ran, in which others had its core, and which all threads ran.
     """
 
     begun: float
@@ -47,6 +49,8 @@ class Window:
     norm: Any = math.nan
     looks: list[tuple[int, str, Any]] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
+    own: list[float] = field(default_factory=list)
+    used: tuple[float, float, float] = (math.nan, math.nan, math.nan)
 
 
 def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alone: bool) -> Floats:
@@ -67,6 +71,7 @@ def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alo
         means.append(sum(weight * value for _, weight, value in values) / sum(weight for _, weight, _ in values))
     busy, wait = window.step - window.input, window.wait
     known = window.said_ready or alone
+    typical, stalls = stalls_of(window.own) if known else (math.nan, math.nan)
     row[: len(FACTS)] = (
         window.last, window.epoch, window.steps, window.seconds, window.samples,
         window.step / window.steps,
@@ -75,9 +80,25 @@ def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alo
         wait / window.steps if known else math.nan,
         own_memory(), device_bytes, float(window.norm), *bad, bad_loss,
         number_of("\0".join(names)),
+        *(seconds / window.steps for seconds in window.used), typical, stalls,
     )  # fmt: skip
     row[len(FACTS) : len(FACTS) + len(names)] = means
     return row
+
+
+def stalls_of(own: list[float]) -> tuple[float, float]:
+    """Median seconds of the steps of a window, and in how many of them the rest of their time lies; 0: in all of them.
+
+    A stall in every 20th step is no slow step.
+    """
+    if not own:
+        return math.nan, math.nan
+    seconds = np.array(own)
+    median = float(np.median(seconds))
+    more = np.maximum(0.0, seconds - median)
+    heavy = more > 0.3 * more.max(initial=0.0)
+    few = heavy.sum() <= len(own) / 4 and more[heavy].sum() >= 0.5 * more.sum() > 0
+    return median, float(heavy.sum()) if few else 0.0
 
 
 class BadGradients:

@@ -17,6 +17,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import monitor, step_times, trackers
 from hvdkit.steps.history import read
 from hvdkit.steps.topology import Topology
+from hvdkit.steps.windows import stalls_of
 
 WORLD = Topology(0, 1)
 
@@ -81,7 +82,21 @@ def test_a_loop_that_is_watched_is_recorded_for_bench(tmp_path, monkeypatch, als
                 pass
     _, *steps = (tmp_path / "rank-0.jsonl").read_text().splitlines()
     times = [json.loads(line) for line in steps if line.startswith("[")]
-    assert len(times) == 8 and all(asked <= given <= end for asked, given, _, end in times)
+    assert len(times) == 8 and all(asked <= given <= end for asked, given, _, end, *_ in times)
+
+
+def test_times_of_the_history_are_whole(tmp_path):
+    with Monitor(tmp_path, WORLD, every=1) as watching:
+        train(watching, 1)
+    lines = read(tmp_path / "metrics.jsonl")
+    assert all(abs(line["time"] - time.time()) < 9 for line in lines), "nine digits are steps of ten seconds"
+
+
+def test_a_window_says_in_how_many_steps_its_stalls_are(tmp_path):
+    assert stalls_of([0.1] * 20) == (pytest.approx(0.1), 0)
+    assert stalls_of([0.1] * 19 + [2.1]) == (pytest.approx(0.1), 1)
+    assert stalls_of([0.1, 0.2] * 10)[1] == 0, "every second step is no stall"
+    assert math.isnan(stalls_of([])[0])
 
 
 def test_the_mean_is_weighted_by_samples(tmp_path):

@@ -16,6 +16,7 @@ class Job:
         self.scores = Scores([f"n{rank // per_host}" for rank in range(size)])
         self.noise = np.random.default_rng(seed)
         self.rss = np.full(size, 500 * MB)
+        self.processor = False
 
     def window(self, seconds=10.0, loss=None, **planted):
         self.step += 50
@@ -23,18 +24,44 @@ class Job:
             "input": self.noise.normal(1e-3, 1e-5, self.size),
             "compute": self.noise.normal(self.compute, self.compute / 100, self.size),
         }
-        for name, (at, more) in planted.items():
-            if name in ranks:
-                ranks[name][at] += more
+        for name in ranks.keys() & planted:
+            at, more = planted[name]
+            ranks[name][at] += more
         own = ranks["input"] + ranks["compute"]
         ranks["wait"] = own.max() - own + 0.002
         ranks["step"] = own + ranks["wait"]
         if "memory" in planted:
             self.rss[planted["memory"][0]] += planted["memory"][1]
+        ranks |= self.measured(ranks, planted)
         ranks.update(rss=self.rss.copy(), device=np.full(self.size, np.nan))
         if loss is not None:
             ranks["loss"] = np.asarray(loss, float)
         return self.scores.window(self.step, 50, seconds, ranks)
+
+    def measured(self, ranks, planted):
+        """What the processor gave; "blocked" and "queued" are parts of the computation in which the thread did not run,
+        and "unread": nobody says when a batch is there."""
+        if not self.processor:
+            return {}
+        lacks = np.zeros(self.size)
+        queued = np.zeros(self.size)
+        for name in ("blocked", "queued"):
+            if name in planted:
+                ranks["compute"][planted[name][0]] += planted[name][1]
+                lacks[planted[name][0]] += planted[name][1]
+                queued[planted[name][0]] += planted[name][1] if name == "queued" else 0.0
+        ran = ranks["compute"] - lacks
+        own = ranks["input"] + ranks["compute"]
+        ranks["wait"] = own.max() - own + 0.002
+        ranks["step"] = own + ranks["wait"]
+        stalls = np.zeros(self.size)
+        if "stalls" in planted:
+            rank, every, each = planted["stalls"]
+            ranks["compute"][rank] += each / every
+            stalls[rank] = 50 / every
+        if "unread" in planted:
+            ranks["compute"], ranks["input"] = own, np.full(self.size, np.nan)
+        return {"ran": ran, "queued": queued, "of_all": 1.1 * ran, "typical": own, "stalls": stalls}
 
     def windows(self, count, **planted):
         return [report for _ in range(count) for report in self.window(**planted)]
@@ -52,6 +79,35 @@ def test_a_rank_that_becomes_slow_is_reported_once_within_three_windows(size, ca
     assert job.windows(10, **{cause: (1, more)}) == []
     assert job.windows(3) == []
     assert [one.rank for one in job.windows(3, **{cause: (1, more)})] == [1], "it was over, and is there again"
+
+
+@pytest.mark.parametrize(
+    ("planted", "cause", "says"),
+    [
+        ({"compute": (1, 0.02)}, "compute", "computes "),
+        ({"blocked": (1, 0.02)}, "blocked", "is blocked "),
+        ({"queued": (1, 0.02)}, "cores", "waits for a core "),
+        ({"input": (1, 0.02)}, "input", "waits for its input "),
+        ({"input": (1, 0.02), "unread": True}, "late", "waits for its input or computes "),
+        ({"compute": (1, 0.02), "unread": True}, "compute", "computes"),
+        ({"stalls": (1, 25, 0.5)}, "random-late", "is late in about every 25th step, "),
+    ],
+)
+def test_a_report_names_the_cause_that_was_measured_and_no_other(planted, cause, says):
+    job = Job(4, per_host=1)
+    job.processor = True
+    unread = {name: value for name, value in planted.items() if name == "unread"}
+    assert job.windows(5, **unread) == []
+    (report,) = job.windows(3, **planted)
+    assert (report.about, report.rank, report.cause) == ("straggler", 1, cause)
+    assert says in report.text and report.cost == pytest.approx(0.02, rel=0.3)
+
+
+def test_half_of_the_ranks_are_one_report():
+    job = Job(16, per_host=16)
+    job.windows(3)
+    (report,) = job.windows(4, compute=(slice(0, 8), 0.05))
+    assert report.rank is None and report.text.startswith("Half of the ranks (0-7) compute ")
 
 
 def test_a_slow_host_is_one_report():
@@ -126,9 +182,9 @@ def test_ranks_of_which_nobody_knows_when_they_wait():
         ranks = dict.fromkeys(("input", "compute", "wait", "rss", "device"), unknown) | {"step": np.array([0.1, 0.1])}
         assert scores.window(step, 50, 100.0, ranks) == []
     ranks["step"] = np.array([0.2, 0.2])
-    assert [one.about for step in range(2000, 2200, 50) for one in scores.window(step, 50, 100.0, ranks)] == [
-        "slowdown"
-    ]
+    (report,) = [one for step in range(2000, 2200, 50) for one in scores.window(step, 50, 100.0, ranks)]
+    assert (report.about, report.cause) == ("slowdown", "step"), "it does not know what takes longer"
+    assert report.text.endswith("100 ms earlier.")
 
 
 def test_healthy_ranks_with_heavy_tails_bring_few_reports():

@@ -203,7 +203,7 @@ def test_the_plain_view_of_a_file(capsys, monkeypatch):
     assert cli.run(["watch", str(DATA), "--once"]) == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
-    assert "Ranks, slowest first: █▒" in text and re.search(r"^ +6 +54\.2 ms +1\.61× +23\.1 ms", text, re.MULTILINE)
+    assert "Ranks, slowest first: █▒" in text and re.search(r"^ +6 +54\.2 ms +1\.63× +23\.1 ms", text, re.MULTILINE)
     assert "step 1350  Rank 6 waits for its input" in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import ClassVar
 
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
@@ -90,9 +89,9 @@ class Watched(Document, frozen=True):
 
     @property
     def usual_s(self) -> float | None:
-        """Median over the ranks of the time that is their own."""
-        known = [one.own_s for one in self.ranks if one.own_s is not None]
-        return statistics.median(known) if known else None
+        """Median over the ranks of the time that is their own; of two ranks that of the faster one."""
+        known = sorted(one.own_s for one in self.ranks if one.own_s is not None)
+        return known[(len(known) - 1) // 2] if known else None
 
     def behind(self, rank: RankNow) -> float:
         """How many times as long as the median this rank takes; 1 where it is not known."""

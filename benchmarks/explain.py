@@ -8,6 +8,8 @@ TensorFlow, Keras). A cause is planted so that it costs about 15, 30 or 60 % of 
 cause that is named is the planted one, with its rank, and a job with nothing wrong when none is named. What other
 programs do on this machine is a cause, too, and often the true one: run it on a quiet machine with four cores or more.
 A long cycle is not planted: Horovod as `hvdkit install` builds it begins one when a tensor is there.
+At strength 0 (`--strengths 0.4,0`) the same program runs without the cause: what leaving it out really saves is printed
+beside what is said, and these jobs are healthy ones.
 
 Every job is a line of JSON in --out. The same command again goes on after the last one. Strong causes come first, so
 that few minutes have most causes once. Prints confusion matrices in Markdown, planted causes down, named ones across.
@@ -16,6 +18,7 @@ that few minutes have most causes once. Prints confusion matrices in Markdown, p
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,8 +46,24 @@ PLANTED = {
     "large-tensors": (("large-tensors", ()),),
     "new-names": (("negotiation", ()),),
     "first-step": (("first-step", ()),),
+    "growth": (("growth", ()),),
+    "stall": (("stall", ()),),
+    "saving": (("pause", ()),),
+    "evaluation": (("pause", (0,)),),
+    "first-epoch": (("first-steps", ()),),
+    "lock": (("blocked", SLOW),),
+    "fsync": (("blocked", SLOW),),
+    "gc": (("gc", ()),),
+    "affinity": (("affinity", ()),),
+    "half-of-the-ranks": (("compute", (0, 1)),),
+    "slow-host": (("host", (2, 3)),),
+    "metrics": (("metrics", ()),),
+    "sparse-embedding": (("sparse", ()),),
+    "dense-embedding": (("large-tensors", ()),),
 }
 """By what is planted: the kinds that may be named first, with their ranks."""
+RANKS = {"half-of-the-ranks": 4, "slow-host": 4}
+"""How many, where it is not two."""
 PROGRAMS = {
     "torch": ("loop_torch.py", tuple(PLANTED)),
     "tensorflow": ("loop_tensorflow.py", ("healthy", "input", "compute", "input-everywhere", "large-tensors")),
@@ -70,10 +89,20 @@ def settings(cause, strength):
 def run(framework, cause, strength):
     """The line of one job."""
     with tempfile.TemporaryDirectory() as place:
-        launch = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--threads", "1", "--explain-job"]
+        launch = [
+            sys.executable,
+            "-m",
+            "hvdkit",
+            "launch",
+            "-n",
+            str(RANKS.get(cause, 2)),
+            "--threads",
+            "1",
+            "--explain-job",
+        ]
         launch += ["--explain-dir", f"{place}/job", *settings(cause, strength)]
         words = [*launch, "--", str(HERE / "planted" / PROGRAMS[framework][0]), cause, str(strength)]
-        if cause == "few-cores":  # both ranks on one core
+        if cause == "few-cores" and strength:  # both ranks on one core
             words = ["taskset", "-c", str(min(os.sched_getaffinity(0))), *words]
         begun = time.monotonic()
         done = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=900)
@@ -83,6 +112,12 @@ def run(framework, cause, strength):
         found = json.loads(subprocess.run(explain, env=environment(), check=True, capture_output=True).stdout)
     causes = [[one["kind"], one["ranks"], round(one["share"], 3)] for one in found["causes"]]
     line = {"framework": framework, "planted": cause, "strength": strength, "causes": causes}
+    first = found["causes"][0] if found["causes"] else {"lost_s": 0.0, "per_step": False, "what": ""}
+    line |= {
+        "what": first["what"],
+        "saves_s": first["lost_s"] * (found["steps"] if first["per_step"] else 1),
+        "whole_s": sum(found["accounts"].values()),
+    }
     return line | {"step_s": found["step_s"], "seconds": round(time.monotonic() - begun, 1)}
 
 
@@ -107,11 +142,58 @@ def matrix(lines, framework):
 
 def summary(lines):
     """Both numbers that are aimed at."""
-    wrong = [line for line in lines if line["planted"] != "healthy"]
-    healthy = [line for line in lines if line["planted"] == "healthy"]
+    wrong = [line for line in lines if line["planted"] != "healthy" and line["strength"]]
+    healthy = [line for line in lines if line["planted"] == "healthy" or not line["strength"]]
     right = sum(named(line) in PLANTED[line["planted"]] for line in wrong)
     false = sum(bool(line["causes"]) for line in healthy)
     return f"Right: {right} of {len(wrong)} jobs with a cause. False alarms: {false} of {len(healthy)} healthy jobs."
+
+
+def savings(lines):
+    """What the first cause is said to save beside what it saves to leave the cause out, in Markdown."""
+    rows = ["| planted | first line | said to save | saves | ratio |", "|---|---|---|---|---|"]
+    for line in lines:
+        same = [one for one in lines if not one["strength"] and one["planted"] == line["planted"]]
+        same = [one["whole_s"] for one in same if one["framework"] == line["framework"]]
+        if line["strength"] and same and "whole_s" in line:
+            saves = line["whole_s"] - statistics.median(same)
+            cells = line["framework"], line["planted"], line["what"], line["saves_s"], saves, line["saves_s"] / saves
+            rows.append("| {}/{} | {} | {:.2f} s | {:.2f} s | {:.2f} |".format(*cells))
+    return "\n".join(rows)
+
+
+def recordings(seeds):
+    """Print how often made-up recordings are explained rightly, at three strengths, and how right the saving is."""
+    sys.path.insert(0, str(HERE.parent / "tests" / "tools"))
+    import explain_jobs
+
+    print("| planted | named first | with its ranks | said to save / saves: median, worst |\n|---|---|---|---|")
+    right = count = close = 0
+    for plant, (kind, ranks, _) in explain_jobs.PLANTED.items():
+        ratios, named_right = [], []
+        for strength in (0.5, 1.0, 2.0):
+            for seed in range(seeds):
+                job, took, without = explain_jobs.scaled(plant, strength, seed)
+                found = job.told(Path("recordings"))
+                first = found.causes[0] if found.causes else None
+                named_right.append(first is not None and (first.kind, first.ranks) == (kind, ranks))
+                if named_right[-1]:
+                    saved = first.lost_s * (found.steps if first.per_step else 1)
+                    ratios.append(saved / (took - without))
+        worst = max(ratios, key=lambda one: abs(one - 1), default=float("nan"))
+        middle = statistics.median(ratios) if ratios else float("nan")
+        cells = plant.__name__.replace("_", " "), kind, f"{sum(named_right)} of {len(named_right)}", middle, worst
+        print("| {} | {} | {} | {:.2f}, {:.2f} |".format(*cells), flush=True)
+        right, count = right + sum(named_right), count + len(named_right)
+        close += sum(abs(one - 1) <= 0.3 for one in ratios)
+    alarms = total = 0
+    for seed in range(100 * seeds):
+        job = explain_jobs.Job((1, 2, 3, 4, 8, 16, 32)[seed % 7], seed=seed, noise=0.01 * (seed % 4))
+        alarms, total = alarms + bool(job.told(Path("recordings")).causes), total + 1
+    print(
+        f"\nRight: {right} of {count}, {close} with a saving within 30 %. "
+        f"False alarms: {alarms} of {total} healthy jobs."
+    )
 
 
 def plot(lines, path):
@@ -139,13 +221,19 @@ def plot(lines, path):
 def main():
     every = [f"{framework}/{cause}" for framework, (_, causes) in PROGRAMS.items() for cause in causes]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON a job; what it has is not redone")
+    parser.add_argument("--recordings", type=int, metavar="SEEDS", help="of made-up recordings alone, no jobs; seconds")
+    parser.add_argument("--out", type=Path, help="a line of JSON a job; what it has is not redone")
     parser.add_argument("--plot", type=Path, help="draw them all as one SVG or PNG; with --minutes 0 nothing else")
     parser.add_argument("--repeats", type=int, default=5, help="jobs of each cause at each strength")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so many")
     parser.add_argument("--only", default=",".join(every), help="which jobs, of " + ", ".join(every))
     parser.add_argument("--strengths", default=",".join(map(str, STRENGTHS)), help="shares of a step, 0 to 1")
     arguments = parser.parse_args()
+    if arguments.recordings:
+        recordings(arguments.recordings)
+        return
+    if arguments.out is None:
+        parser.error("--out FILE is needed")
     only = arguments.only.split(",")
     if unknown := sorted({*only} - {*every}):
         parser.error(f"--only names {', '.join(unknown)}; expected some of {', '.join(every)}")
@@ -170,10 +258,11 @@ def main():
         print(json.dumps(lines[-1]), flush=True)
         with arguments.out.open("a") as file:
             file.write(json.dumps(lines[-1]) + "\n")
+    print(f"\n{savings(lines)}\n\n{summary(lines)}")
+    lines = [line for line in lines if line["strength"]]
     for framework in PROGRAMS:
         if any(line["framework"] == framework for line in lines):
             print(f"\n{matrix(lines, framework)}")
-    print(f"\n{summary(lines)}")
     if arguments.plot:
         plot(lines, arguments.plot)
 

@@ -23,10 +23,15 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(64, 64)
         self.large = torch.nn.Parameter(torch.zeros(planting.large()))
+        self.sparse = torch.nn.Embedding(20_000, 64, sparse=True) if planting.sparse() else None
+        self.dense = torch.nn.Embedding(max(1, planting.dense()), 64)
         self.small = torch.nn.ParameterList(torch.zeros(8) for _ in range(planting.small()))
 
     def forward(self, x):
-        return self.layer(x).sum() + self.large.sum() + sum(one.sum() for one in self.small)
+        looked_up = self.dense(torch.zeros(1, dtype=torch.long)).sum()
+        if self.sparse is not None:
+            looked_up = looked_up + self.sparse(torch.arange(planting.sparse()) % 20_000).sum()
+        return self.layer(x).sum() + self.large.sum() + sum(one.sum() for one in self.small) + looked_up
 
 
 model = Model()
@@ -38,6 +43,8 @@ for step, x in enumerate(torch.utils.data.DataLoader(Samples(), batch_size=1)):
     planting.compute()
     loss.backward()
     optimizer.synchronize()
+    for number in range(planting.metrics()):
+        hvd.allreduce(loss.detach(), name=f"metric.{number}")
     names = [f"metric.{step}.{number}" for number in range(planting.newly_named())]
     for handle in [hvd.allreduce_async(torch.ones(8), name=name) for name in names]:
         hvd.synchronize(handle)

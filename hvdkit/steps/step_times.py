@@ -30,8 +30,8 @@ _SETTLED = 5
 _KEPT, _KEPT_S = 512, (2.0, 60.0)
 """Steps, and the least and most seconds, that are kept in memory, so that a job that is killed leaves most of them."""
 _UNKNOWN = (math.nan, math.nan, math.nan)
-_LEAST_EVENT_S, _MOST_EVENTS = 5e-4, 4096
-"""Events that are shorter are left out, and so are those beyond so many between two writes."""
+_LEAST_EVENT_S, _MOST_EVENTS, _APART_S = 5e-4, 4096, 1e-3
+"""Events that are shorter are left out, and so are those beyond so many between two writes; what is nearer is one."""
 _T = TypeVar("_T")
 
 
@@ -55,7 +55,7 @@ class Recorder:
         self._open = False
         self._processor: Processor | None = None
         self._before = self._used = _UNKNOWN
-        self._events: list[tuple[str, float, float]] = []
+        self._events: list[tuple[str, float, float, float]] = []
         self._steps: list[tuple[float | None, ...]] = []
         self._begun = False
         self._started = time.perf_counter()
@@ -100,8 +100,11 @@ class Recorder:
 
     def event(self, name: str, at: float, seconds: float) -> None:
         """Something took time: ``name`` and when it began, by ``time.perf_counter``."""
-        if seconds >= _LEAST_EVENT_S and len(self._events) < _MOST_EVENTS:
-            self._events.append((name, at, seconds))
+        last = self._events[-1] if self._events else ("", 0.0, 0.0, 0.0)
+        if last[0] == name and at - last[3] < _APART_S:
+            self._events[-1] = name, last[1], last[2] + seconds, at + seconds
+        elif len(self._events) < _MOST_EVENTS:
+            self._events.append((name, at, seconds, at + seconds))
 
     def finished(self) -> None:
         """No further batch for now (the end of an epoch): write what there is."""
@@ -181,7 +184,9 @@ class Recorder:
         for times in self._steps:
             known = [None if value is None or math.isnan(value) else round(value, 7) for value in times]
             lines.append(json.dumps(known))
-        for name, at, seconds in self._events:
+        for name, at, seconds, _ in self._events:
+            if seconds < _LEAST_EVENT_S:
+                continue
             lines.append(json.dumps({"event": name, "at": round(self._offset + at, 7), "seconds": round(seconds, 7)}))
         self._steps, self._events = [], []
         before, now = self._cores, self._spent()

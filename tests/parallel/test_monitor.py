@@ -33,7 +33,13 @@ def planted_on(world, what):
 
     own = what if world.rank == 1 else ""
     waits = {"input": lambda: time.sleep(SLOW_S), "memory": grow}.get(own, lambda: None)
-    return waits, (lambda: time.sleep(SLOW_S)) if own == "compute" else (lambda: None)
+
+    def work():
+        end = time.thread_time() + SLOW_S
+        while time.thread_time() < end:
+            pass
+
+    return waits, {"compute": work, "blocked": lambda: time.sleep(SLOW_S)}.get(own, lambda: None)
 
 
 def batches(wait):
@@ -95,7 +101,7 @@ def train_keras(hk, monitor, what, world, bad_step=0):
 
     class Slow(keras.layers.Layer):
         def call(self, x):
-            if keras.backend.backend() == "tensorflow" and what == "compute":
+            if keras.backend.backend() == "tensorflow" and what in ("compute", "blocked"):
                 with tf.control_dependencies([tf.py_function(compute, [], [])]):
                     return tf.identity(x)
             if keras.backend.backend() == "torch":
@@ -131,7 +137,7 @@ FRAMEWORKS = ("torch", "tensorflow", "keras", "keras-torch")
 
 
 @on_ranks(*FRAMEWORKS)
-@pytest.mark.parametrize("what", ["input", "compute", "memory"])
+@pytest.mark.parametrize("what", ["input", "compute", "blocked", "memory"])
 def test_what_is_planted_on_a_rank_is_reported(hk, world, everyone, tmp_path, what):
     told = []
     with hk.Monitor(tmp_path / "run", world, every=EVERY, on_report=told.append) as monitor:
@@ -139,7 +145,9 @@ def test_what_is_planted_on_a_rank_is_reported(hk, world, everyone, tmp_path, wh
     if world.is_root:
         about = "memory" if what == "memory" else "straggler"
         found = [one for one in reports_of(tmp_path / "run") if (one["about"], one["rank"]) == (about, 1)]
-        assert [one["cause"] for one in found] == [what], found
+        # a rank that computes where other programs have the cores waits for one most of the time
+        right = ("compute", "cores") if what == "compute" else (what,)
+        assert len(found) == 1 and found[0]["cause"] in right, found
         if what != "memory":
             assert found[0]["since"] == EVERY, "the first window counts as a beginning, and it began after that"
             assert found[0]["cost"] > SLOW_S / 2
@@ -188,7 +196,7 @@ def test_a_monitor_without_touching_the_script(hk, world, tmp_path, marked):
         assert [line["step"] for line in lines if line["kind"] == "window"] == ends
         found = [(one.get("about"), one.get("rank"), one.get("cause")) for one in lines if one["kind"] == "report"]
         if marked or not hk.__name__.endswith("tensorflow"):  # there nobody says what is waiting
-            assert found == [("straggler", 1, "compute")]
+            assert found in ([("straggler", 1, "compute")], [("straggler", 1, "cores")])
 
 
 @on_ranks("keras")

@@ -10,6 +10,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import timeline_files
+from explain_jobs import (
+    PLANTED,
+    STEPS,
+    Job,
+    compute_of_one,
+    evaluation_of_the_root,
+    few_cores,
+    first_step,
+    first_steps_of_all,
+    first_steps_of_one,
+    fsync,
+    growth_of_all,
+    half_of_the_ranks,
+    input_everywhere,
+    input_of_one,
+    late_now_and_then,
+    pause_of_all,
+    pause_of_the_root,
+    stall_of_all,
+    two_bound_to_one_core,
+    whole_host,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,254 +45,7 @@ from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import recordings, stall
 from hvdkit.run.launch.options import Request
 from hvdkit.steps import step_marks, step_times
-from hvdkit.steps.step_files import Cores, RankTimes, Step, StepEvent
-
-STEPS = 200
-
-
-class Job:
-    """A job whose steps are what its parts say: seconds (ranks, steps) until the batch is there, and of computation.
-
-    ``late`` is spent between the exchange and the next batch.
-    """
-
-    def __init__(self, ranks=4, steps=STEPS, seed=0, noise=0.02):
-        rng = np.random.default_rng(seed)
-        self.rng, self.shape = rng, (ranks, steps)
-        self.input = 2e-4 * rng.uniform(0.8, 1.2, self.shape)
-        self.compute = 0.02 * (1 + noise * rng.standard_exponential(self.shape))
-        self.late = np.zeros(self.shape)
-        self.queued = np.full(ranks, 1e-4)
-        self.blocked = np.zeros(ranks)
-        self.cpus = [None] * ranks
-        self.events = [[] for _ in range(ranks)]
-        self.exact = False
-        self.hosts = [1] * ranks
-        self.first = 0.0
-        self.ready = True
-        self.exchange = 0.002
-
-    @property
-    def ran(self):
-        return self.compute.mean(axis=1) - self.queued - self.blocked
-
-    @property
-    def of_all(self):
-        return 1.05 * self.ran
-
-    def times(self):
-        ranks, steps = self.shape
-        now = np.ones(ranks)
-        found = [[] for _ in range(ranks)]
-        for step in range(steps):
-            asked = now + self.late[:, step]
-            given = asked + self.input[:, step]
-            ready = given + self.compute[:, step] + (self.first if step == 0 else 0)
-            now = np.full(ranks, ready.max() + self.exchange)
-            for rank in range(ranks):
-                said = float(ready[rank]) if self.ready else None
-                # the wait of the first rank is in its own step: it asks for its next batch when the exchange is over
-                ended = float(now[rank] + (self.late[rank, step + 1] if step + 1 < steps else 0))
-                arrived = float(now[rank]) if self.exact else None
-                found[rank].append(Step(float(asked[rank]), float(given[rank]), said, ended, arrived))
-        return [
-            RankTimes(
-                rank,
-                tuple(found[rank]),
-                self.hosts[rank],
-                Cores(steps, *(part * steps for part in (self.ran[rank], self.queued[rank], self.of_all[rank]))),
-                self.cpus[rank],
-                tuple(StepEvent(name, found[rank][at].given + 1e-4, spent) for name, at, spent in self.events[rank]),
-            )
-            for rank in range(ranks)
-        ]
-
-    def told(self, tmp_path, launched=None):
-        return step_causes.look(self.times(), tmp_path / "steps", launched)
-
-    def write(self, directory):
-        (directory / "steps").mkdir(parents=True)
-        for rank in self.times():
-            head = {"hvdkit": "step times", "version": 1, "rank": rank.rank, "host": rank.host}
-            steps = [[step.asked, step.given, step.ready, step.ended] for step in rank.steps]
-            cores = {name: getattr(rank.cores, name) for name in ("steps", "ran", "queued", "of_all")}
-            text = "".join(f"{json.dumps(line)}\n" for line in [head, *steps, cores])
-            (directory / "steps" / f"rank-{rank.rank}.jsonl").write_text(text)
-
-
-def input_of_one(job):
-    job.input[2, np.arange(STEPS) % 3 > 0] += 0.02
-
-
-def compute_of_one(job):
-    job.compute[1] += 0.01
-
-
-def work_between_steps(job):
-    job.late[3] += 0.01
-
-
-def shared_core(job):
-    job.compute[0] += 0.01
-    job.queued[0] = 0.009
-
-
-def slow_host(job):
-    job.hosts = [1, 1, 2, 2]
-    job.compute[2:] += 0.01
-
-
-def late_now_and_then(job):
-    job.compute[1, job.rng.random(STEPS) < 0.1] += 0.1
-
-
-def another_rank_each_step(job):
-    job.compute[job.rng.integers(0, 4, STEPS), np.arange(STEPS)] += 0.01
-
-
-def input_everywhere(job):
-    job.input += 0.01
-
-
-def input_of_another_rank_each_step(job):
-    job.input[job.rng.integers(0, 4, STEPS), np.arange(STEPS)] += 0.01
-
-
-def uneven_input_everywhere(job):
-    job.input += job.rng.uniform(0.0, 0.0125, job.shape)
-
-
-def few_cores(job):
-    job.queued[:] = 0.006
-
-
-def first_step(job):
-    job.first = 10.0
-
-
-def lock(job):
-    job.compute[1] += 0.01
-    job.blocked[1] = 0.01
-
-
-def fsync(job):
-    lock(job)
-    job.events[1] = [("fsync", step, 0.01) for step in range(STEPS)]
-
-
-def garbage(job):
-    """Every rank collects at steps of its own: the others wait for each of them."""
-    for rank in range(4):
-        job.compute[rank, rank * 2 :: 10] += 0.05
-        job.events[rank] = [("gc", step, 0.05) for step in range(rank * 2, STEPS, 10)]
-
-
-def bound_to_one_core(job):
-    few_cores(job)
-    job.cpus = [{3}] * 4
-
-
-def two_bound_to_one_core(job):
-    job.compute[2:] += 0.01
-    job.queued[2:] = 0.0095
-    job.cpus = [{0}, {1}, {2}, {2}]
-
-
-def half_of_the_ranks(job):
-    job.__init__(16)
-    job.compute[:8] += 0.01
-
-
-def most_of_the_ranks(job):
-    job.__init__(16)
-    job.compute[4:] += 0.01
-
-
-def whole_host(job):
-    job.__init__(16)
-    job.hosts = [rank // 4 for rank in range(16)]
-    job.compute[8:12] += 0.01
-
-
-def stall_of_all(job):
-    job.compute[:, 49::50] += 1.0
-
-
-def pause_of_all(job):
-    job.late[:, 49::50] += 1.0
-    job.exact = True
-
-
-def pause_of_the_root(job):
-    job.late[0, 49::50] += 1.0
-
-
-def evaluation_of_the_root(job):
-    job.compute[0, 49::50] += 1.0
-
-
-def growth_of_all(job):
-    job.compute *= 1 + np.arange(STEPS) / STEPS
-
-
-def growth_of_one(job):
-    job.compute[2] *= 1 + np.arange(STEPS) / STEPS
-
-
-def slower_since(job):
-    job.compute[:, 120:] *= 1.5
-
-
-def first_steps_of_all(job):
-    job.input[:, :60] += 0.02
-
-
-def first_steps_of_one(job):
-    job.input[1, :60] += 0.02
-
-
-def first_steps_compute(job):
-    job.compute[:, :60] += 0.02
-
-
-def large_exchange(job):
-    job.exchange = 0.024
-
-
-PLANTED = {
-    lock: ("blocked", (1,), 10e-3),
-    fsync: ("blocked", (1,), 10e-3),
-    garbage: ("gc", (), 20e-3),
-    bound_to_one_core: ("affinity", (), 6e-3),
-    two_bound_to_one_core: ("affinity", (2, 3), 10e-3),
-    half_of_the_ranks: ("compute", tuple(range(8)), 10e-3),
-    most_of_the_ranks: ("compute", tuple(range(4, 16)), 10e-3),
-    whole_host: ("host", (8, 9, 10, 11), 10e-3),
-    stall_of_all: ("stall", (), 20e-3),
-    pause_of_all: ("pause", (), 20e-3),
-    pause_of_the_root: ("pause", (0,), 20e-3),
-    evaluation_of_the_root: ("pause", (0,), 20e-3),
-    growth_of_all: ("growth", (), 10e-3),
-    growth_of_one: ("growth", (2,), 10e-3),
-    slower_since: ("growth", (), 4e-3),
-    first_steps_of_all: ("first-steps", (), 1.1),
-    first_steps_of_one: ("first-steps", (1,), 1.1),
-    first_steps_compute: ("first-steps", (), 1.1),
-    large_exchange: ("exchange", (), 24e-3),
-    input_of_one: ("input", (2,), 20e-3 * 2 / 3),
-    compute_of_one: ("compute", (1,), 10e-3),
-    work_between_steps: ("compute", (3,), 10e-3),
-    shared_core: ("host", (0,), 10e-3),
-    slow_host: ("host", (2, 3), 10e-3),
-    late_now_and_then: ("random-late", (1,), 10e-3),
-    another_rank_each_step: ("random-late", (), 10e-3),
-    input_everywhere: ("input-everywhere", (), 10e-3),
-    input_of_another_rank_each_step: ("input-everywhere", (), 10e-3),
-    uneven_input_everywhere: ("input-everywhere", (), 10e-3),
-    few_cores: ("few-cores", (), 6e-3),
-    first_step: ("first-step", (), 10.0),
-}
-
+from hvdkit.steps.step_files import RankTimes, Step
 
 SAYS = {
     fsync: "waits for its disk (fsync)",
@@ -537,6 +312,44 @@ def test_ten_lines_at_most_whatever_there_is(timeline_says):
     shown = lines(said)
     assert len(shown) <= LINES and sum(Counter(one.kind for one in said.causes).values()) >= 7
     assert any(line.endswith("smaller causes are in --json.") for line in shown)
+
+
+def reduced_after(job, path, kind, size, lost, count=1):
+    """A timeline in which each step has a gradient that is hidden, and then operations of a kind, one by one."""
+    times = job.times()
+    events = timeline_files.metadata(["gradient", "other"], epoch=0)
+    for step in range(STEPS):
+        now = int(max(rank.steps[step].ready for rank in times) * 1e6)
+        events += timeline_files.allreduce(1, now - 1200, 100, 1000, shape=f"[{1 << 18}]")
+        each = int(1e6 * lost / count)
+        for number in range(count):
+            one = timeline_files.allreduce(
+                2, now + 1 + number * each, each // 10, each - each // 10 - 5, shape=f"[{size}]"
+            )
+            names = [
+                dict(event, name=event["name"].replace("ALLREDUCE", kind)) if "name" in event else event
+                for event in one
+            ]
+            events += names
+    return timeline_files.write(path, events)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "count", "named", "says"),
+    [
+        ("ALLGATHER", 1 << 18, 1, "sparse", "gathered"),
+        ("ALLREDUCE", 1, 5, "metrics", "one by one, 5 times per step"),
+        ("ALLREDUCE", 1 << 20, 1, "large-tensors", "is other)"),
+    ],
+)
+def test_sparse_gradients_metrics_and_a_dense_embedding_are_told_apart(tmp_path, kind, size, count, named, says):
+    job = Job(ranks=2)
+    job.exchange = 0.012
+    job.write(tmp_path)
+    reduced_after(job, tmp_path / "timeline.json", kind, size, 0.01, count)
+    first = explain([tmp_path]).causes[0]
+    assert first.kind == named and says in first.what
+    assert first.lost_s == pytest.approx(0.01, rel=0.3)
 
 
 def exchanging(job, path, tensors=1, size=25, wait=0.0, negotiate=0.0, moves=0.0, anew=False):

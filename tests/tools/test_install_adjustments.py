@@ -143,7 +143,13 @@ def test_two_patches_of_one_file_see_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("frameworks", "gpu", "has", "lacks"),
     [
-        ({"torch"}, "none", {"cxx20-torch", "no-cuda-torch", "gloo-stall-inspector"}, {"no-xla-ops"}),
+        (
+            {"torch"},
+            "none",
+            {"cxx20-torch", "no-cuda-torch", "gloo-stall-inspector"},
+            {"no-xla-ops", "torch-through-host"},
+        ),
+        ({"torch"}, "nccl", {"torch-through-host", "torch-driver-name"}, {"no-cuda-torch"}),
         ({"tensorflow"}, "none", {"no-xla-ops", "no-cuda-search"}, {"cxx20-torch", "python-include"}),
         ({"torch", "tensorflow"}, "nccl", {"cxx20-torch", "no-xla-ops"}, {"no-cuda-search", "no-cuda-torch"}),
     ],

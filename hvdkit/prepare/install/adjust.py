@@ -26,6 +26,7 @@ CONDITIONS: dict[str, Callable[[Options], bool]] = {
     "built for PyTorch": lambda options: "torch" in (options.frameworks or ()),
     "built for TensorFlow": lambda options: "tensorflow" in (options.frameworks or ()),
     "--gpu none": lambda options: options.gpu == "none",
+    "--gpu nccl or mpi": lambda options: options.gpu != "none",
     "without --plain": lambda options: not options.plain,
 }
 """What the head of a patch says after ``When:``, with commas between several that all must hold."""

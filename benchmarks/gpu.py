@@ -44,7 +44,7 @@ OVERFLOW_STEP = 3
 
 
 class SectionError(Exception):
-    """A section that failed; ``lines`` are the last ones of its output."""
+    """A section that failed; ``lines`` are those of its output."""
 
     def __init__(self, why: str, lines: Sequence[str] = ()) -> None:
         super().__init__(why)
@@ -113,9 +113,9 @@ class Kit:
             log.write(f"\n$ {' '.join(command)}\n{text}\nstatus {status}\n")
         lines = [line for line in text.splitlines() if line.strip()]
         if status is None:
-            raise SectionError("not done within the section's time limit", lines[-LINES:])
+            raise SectionError("not done within the section's time limit", lines)
         if status and not may_fail:
-            raise SectionError(f"{' '.join(command[1:4])} ... ended with status {status}", lines[-LINES:])
+            raise SectionError(f"{' '.join(command[1:4])} ... ended with status {status}", lines)
         return status, lines
 
     def hvdkit(self, *arguments: str, may_fail: bool = False) -> Any:
@@ -125,7 +125,7 @@ class Kit:
         try:
             return json.loads(text[text.index("{") :])
         except ValueError as error:
-            raise SectionError(f"hvdkit {arguments[0]} printed no JSON", lines[-LINES:]) from error
+            raise SectionError(f"hvdkit {arguments[0]} printed no JSON", lines) from error
 
     def ranks(
         self, n: int, program: str, *arguments: str, env: Mapping[str, str] | None = None, options: Sequence[str] = ()
@@ -259,19 +259,13 @@ def timeline(kit: Kit) -> dict[str, Any]:
 
 
 def emulate(kit: Kit) -> dict[str, Any]:
-    file = kit.work / "emulated.json"
-    sizes = ["--sizes", "4000000,803840,131584,2600", "--trials", "10", "--json", str(file)]
     cards = kit.machine.get("cards", 0) if kit.device == "cuda" else 0
-    runs = {"horovod": ["-n", "2"], "nccl" if cards else "gloo": ["-n", str(min(2, cards) or 2)]}
+    runs = {"horovod": 2, "nccl": min(2, cards)} if cards else {"horovod": 2, "gloo": 2}
     found: dict[str, Any] = {"says": []}
-    for engine, options in runs.items():
-        _, lines = kit.run(*HVDKIT, "emulate", *options, "--engine", engine, *sizes)
-        found[engine] = {
-            "ranks": int(options[1]),
-            "lines": lines,
-            "results": json.loads(file.read_text()).get("summary"),
-        }
-        found["says"].append(f"{engine}, {options[1]} rank(s): {lines[0].strip()}")
+    for engine, n in runs.items():
+        sizes = ["--sizes", "4000000,803840,131584,2600", "--trials", "10"]
+        _, found[engine] = kit.run(*HVDKIT, "emulate", "-n", str(n), "--engine", engine, *sizes)
+        found["says"].append(f"{engine}, {n} rank(s): {found[engine][0].strip()}")
     return found
 
 
@@ -307,7 +301,7 @@ def exchanged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What the ranks of an exchange found: every result of every collective, and a training against one process."""
     wrong = sorted({text for one in ranks for text in one["wrong"]})
     if wrong:
-        raise SectionError(f"{len(wrong)} of {ranks[0]['checked']} collectives are wrong", wrong[:LINES])
+        raise SectionError(f"{len(wrong)} of {ranks[0]['checked']} collectives are wrong", wrong)
     says = [
         f"{ranks[0]['checked']} collectives on each of {len(ranks)} rank(s), every element right.",
         same(ranks, "fp32"),
@@ -344,18 +338,18 @@ def activities(file: Path) -> list[str]:
 
 SECTIONS = [
     Section("machine", "the machine and what is installed", 60, machine, 0),
-    Section("doctor", "hvdkit doctor", 60, doctor, 0),
     Section("alone", "one rank over NCCL", 60, alone),
     Section("host-mpi", "two ranks on one card, through the host, over MPI", 60, host_mpi),
-    Section("host-gloo", "two ranks on one card, through the host, over Gloo", 60, host_gloo),
-    Section("nccl-shared", "two ranks on one card over NCCL, as they come", 45, nccl_shared),
     Section("nccl-apart", "two ranks on one card over NCCL, each as a host of its own", 60, nccl_apart),
     Section("amp", "autocast and GradScaler, an overflow on one rank", 45, amp),
     Section("bf16", "bfloat16: autocast, and a model of it", 45, lambda kit: trained(kit, "autocast-bf16", "bf16")),
-    Section("compile", "torch.compile", 90, lambda kit: trained(kit, "compile")),
     Section("timeline", "a timeline, and what costs the job most time", 60, timeline),
+    Section("nccl-shared", "two ranks on one card over NCCL, as they come", 45, nccl_shared),
     Section("memory", "hvdkit memory beside the allocator", 60, memory),
+    Section("host-gloo", "two ranks on one card, through the host, over Gloo", 60, host_gloo),
     Section("emulate", "hvdkit emulate", 60, emulate, 0),
+    Section("compile", "torch.compile", 90, lambda kit: trained(kit, "compile")),
+    Section("doctor", "hvdkit doctor", 60, doctor, 0),
     Section("peers", "hvdkit beside DistributedDataParallel", 60, peers),
 ]
 
@@ -378,7 +372,7 @@ def perform(section: Section, kit: Kit, until: float) -> dict[str, Any]:
         except SkippedError as error:
             result |= {"state": "skipped", "says": [f"skipped: {error}"]}
         except SectionError as error:
-            result |= {"state": "failed", "says": [f"failed: {error}"], "lines": error.lines}
+            result |= {"state": "failed", "says": [f"failed: {error}"], "lines": error.lines[-LINES:]}
         except Exception as error:  # a mistake of the kit's own must not lose what the others found
             result |= {"state": "failed", "says": [f"failed: {type(error).__name__}: {error}"]}
     return {**result, "seconds": round(time.monotonic() - begun, 1)}

@@ -34,7 +34,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.init()
             cards = torch.cuda.device_count()
         except (RuntimeError, AssertionError) as error:
-            why = str(error).partition("\n")[0]
+            why = str(error).partition(".")[0]
     return {
         "cards": cards,
         "why": "" if cards else why,

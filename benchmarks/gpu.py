@@ -431,4 +431,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C, so that a section's processes end, too
     sys.exit(main())

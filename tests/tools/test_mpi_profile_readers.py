@@ -313,6 +313,13 @@ def test_what_horovod_negotiates_is_known_by_caller_operation_and_type(tmp_path)
     assert measures.total(of_rank.of("payload", "MPI_Allreduce")).bytes == 100_000_000 + 50 * 8 + 7 * 8
 
 
+@pytest.mark.parametrize("op", ["MPI_BAND", "MPI_BOR"])
+def test_horovods_bit_vectors_are_control(tmp_path, op):
+    calls = [group("MPI_Allreduce", (10, 8, 1e-4), op=op, type="MPI_LONG_LONG_INT")]
+    (of_rank,) = traffic.of_profile(reading.read([write(tmp_path, record(0, 1, calls))]))
+    assert [purpose for _, purpose in of_rank.calls] == ["control"]
+
+
 def test_by_size_alone_the_negotiation_of_the_real_files_is_told():
     of_rank = traffic.of_profile(reading.read(MPITRACE))[0]
     control = {(row.routine, row.calls): row.average_bytes for row in of_rank.of("control")}

@@ -188,6 +188,14 @@ def test_bandwidth_is_of_exchanges_and_bus_bandwidth_needs_the_ranks(tmp_path):
     assert known.bandwidth.bus == pytest.approx(known.bandwidth.algorithm * 2 * 3 / 4)
 
 
+def test_a_fused_exchange_goes_from_its_first_tensor_to_its_last(tmp_path):
+    writer = Writer()
+    writer.exchange(("a", "b", "c"), 1000, wire=100)
+    writer.summary(tmp_path)
+    columns = collect(read(tmp_path / "timeline.json"))
+    assert exchanges(columns, np.ones(3, bool)).times.tolist() == [102]
+
+
 def test_a_part_is_chosen_by_time_or_step(tmp_path):
     writer = steps_of(Writer())
     writer.cycles(range(0, 110_000, 1000))
@@ -395,6 +403,7 @@ def test_a_distribution_is_that_of_its_values(values):
 def test_tensors_that_repeat_equally_often_are_a_step():
     assert measures.repeating([154, 154, 153, 22, 1, 0]) == [0, 1, 2]
     assert measures.repeating([2, 2, 2]) == []
+    assert measures.repeating([3, 3, 1]) == [0, 1]
     assert measures.repeating([30, 500]) == [1]
 
 

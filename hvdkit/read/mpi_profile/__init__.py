@@ -13,6 +13,5 @@ them only negotiate, and what the gradients themselves cost, only a library betw
        ├── traffic     Horovod's negotiation apart from data
        ├── measures    totals, sizes with bus bandwidth, spread over the ranks
        ├── causes      what costs the job time, and what stands out
-       └── results     the same as JSON
-    cli, show      what is typed, and the tables
+       └── show        the command: tables, and the same as JSON
 """

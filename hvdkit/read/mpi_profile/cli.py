@@ -8,7 +8,7 @@ from hvdkit.common.commands import group_of
 
 SUBCOMMANDS = {
     "show": (
-        "hvdkit.read.mpi_profile.show_cli:show",
+        "hvdkit.read.mpi_profile.show:show",
         "Print routines, sizes, control and payload, findings.",
     ),
 }

@@ -10,7 +10,7 @@
     for cause in dearest_first(causes(summary)):    # hvdkit.common.causes, hvdkit.read.timeline.causes
         print(cause.sentence(), cause.advice)
 
-What each module is for: ``model`` one operation and its phases, ``reader`` and ``assemble`` file to operations as a
+What each module is for: ``model`` one operation and its phases, ``reader`` file to operations as a
 stream, ``columns``, ``measures`` and ``summary`` operations to numbers, ``causes`` numbers to what costs time, ``show``
 and ``cli`` the command.
 """

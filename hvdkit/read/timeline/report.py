@@ -19,8 +19,9 @@ from hvdkit.common import render
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.drawing import LABEL, number, shown_name
 from hvdkit.common.render import Fact
-from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
+from hvdkit.common.units import bytes_text, duration_text, printable, shortened
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
@@ -28,7 +29,6 @@ from hvdkit.read.timeline.measures import Distribution, Floats
 from hvdkit.read.timeline.model import GROUPS, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, TimelineSummary
-from hvdkit.read.timeline.show import NO_SKEW
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
 RANKS = 32
@@ -97,7 +97,11 @@ def _render(summary: TimelineSummary, every: Exchanges, lanes: Lanes, top: int) 
         subtitle=_subtitle(summary),
         script=script,
         script_hash=render.content_hash(script),
-        facts=_facts(summary, every),
+        facts=[
+            Fact(label.strip().capitalize(), *text.partition(", ")[::2])
+            for label, text in show.lines(summary)
+            if label not in ("rank skew", "dropped")
+        ],
         notes=_notes(summary),
         otherwise=otherwise(summary),
         findings=[
@@ -112,7 +116,7 @@ def _render(summary: TimelineSummary, every: Exchanges, lanes: Lanes, top: int) 
         histograms=[(one["name"], one["title"]) for one in histograms],
         exchange_note=_exchange_note(every),
         skew=None if summary.skew is None else _skew_rows(summary.skew),
-        no_skew=NO_SKEW,
+        no_skew=show.NO_SKEW,
         lane_note=_lane_note(lanes),
         lane_left_out=_lane_left_out(lanes),
         lane_label=f"{number(len(lanes.operations))} operations of {number(len(lanes.names))} tensors, {lanes.chosen}.",
@@ -163,59 +167,6 @@ def _subtitle(summary: TimelineSummary) -> str:
     if started is not None and 0 <= started < 4e15:
         text += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return f"{text}. All numbers but those of the last part are of the whole recording."
-
-
-def _facts(summary: TimelineSummary, every: Exchanges) -> list[Fact]:
-    """The numbers at the top of the page."""
-    length = summary.duration or 1.0
-    steps = summary.steps
-    total = sum(tensor.total_bytes for tensor in summary.tensors)
-    facts = [
-        Fact("Duration", duration_text(summary.duration), f"{number(summary.events)} events"),
-        Fact("Ranks", "unknown" if summary.ranks is None else str(summary.ranks)),
-        Fact("Operations", number(summary.operations), f"on {number(len(summary.tensors))} tensors"),
-        Fact("Bytes", bytes_text(total), "sum over all operations on rank 0"),
-    ]
-    if steps is None:
-        facts.append(Fact("Steps", "none found"))
-    else:
-        each = "" if steps.bytes is None else f", {bytes_text(steps.bytes)}"
-        facts.append(Fact("Steps", number(steps.count), f"each {number(steps.tensors)} tensors{each}"))
-        if steps.duration is not None:
-            note = f"p95 {duration_text(steps.duration.p95)}, longest {duration_text(steps.duration.max)}"
-            if steps.first is not None:
-                note += f"; first step {duration_text(steps.first)}"
-            facts.append(Fact("Time per step (p50)", duration_text(steps.duration.p50), note))
-    share = share_text(summary.communication / length)
-    facts.append(
-        Fact(
-            "Communication",
-            duration_text(summary.communication),
-            f"{share} of the duration: time with at least one collective; tensors of one batch count once",
-        )
-    )
-    if steps is not None and steps.idle is not None and steps.duration is not None and steps.duration.p50:
-        note = f"{share_text(steps.idle.p50 / steps.duration.p50)} of a step without any operation (p50)"
-        facts.append(Fact("No operation", duration_text(steps.idle.p50), note))
-    facts.append(_exchange_fact(summary, every))
-    if summary.bandwidth is not None:
-        best = f"best {bytes_text(summary.bandwidth.best_algorithm)}/s with {bytes_text(summary.bandwidth.best_bytes)}"
-        bus = "" if summary.bandwidth.bus is None else f"; bus bandwidth {bytes_text(summary.bandwidth.bus)}/s"
-        facts.append(Fact("Bandwidth", f"{bytes_text(summary.bandwidth.algorithm)}/s", best + bus))
-    if summary.cycle is not None:
-        note = f"between {number(summary.cycle.count)} marks; p99 {duration_text(summary.cycle.p99)}"
-        facts.append(Fact("Cycle (p50)", duration_text(summary.cycle.p50), note))
-    missed = f"{share_text(summary.missed / summary.operations)} of the operations"
-    facts.append(Fact("Not in the response cache", number(summary.missed), missed))
-    return facts
-
-
-def _exchange_fact(summary: TimelineSummary, every: Exchanges) -> Fact:
-    note = f"{number(every.fused)} of them fused"
-    batches = summary.batches
-    if batches is not None and batches.tensors is not None and batches.bytes is not None:
-        note += f": {number(batches.tensors.p50)} tensors, {bytes_text(batches.bytes.p50)} each (p50)"
-    return Fact("Exchanges", number(len(every.bytes)), note)
 
 
 def _notes(summary: TimelineSummary) -> list[str]:

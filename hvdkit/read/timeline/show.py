@@ -65,7 +65,7 @@ def page(summary: TimelineSummary, top: int) -> Page:
         top: number of tensors to list.
     """
     found: list[Table | str] = [*verdict(causes(summary), otherwise(summary)), ""]
-    found += [f"{label:<16}{text}" for label, text in _lines(summary)]
+    found += [f"{label:<16}{text}" for label, text in lines(summary)]
     found.append(_table("kind", summary.kinds, [kind.kind for kind in summary.kinds]))
     if top:
         tensors = summary.tensors[:top]
@@ -75,8 +75,8 @@ def page(summary: TimelineSummary, top: int) -> Page:
     return Page(found)
 
 
-def _lines(summary: TimelineSummary) -> list[tuple[str, str]]:
-    """The lines above the tables, (title, text) each."""
+def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
+    """The numbers of a recording, title and text each: the lines above the tables, and the top of the page."""
     parts = [
         (summary.communication, "in collectives"),
         (summary.copies, "in copies"),
@@ -129,8 +129,8 @@ def _batch_lines(batches: Batches | None, bandwidth: Bandwidth | None) -> list[t
         return []
     text = f"{batches.fused} fused"
     if batches.tensors is not None and batches.bytes is not None:
-        fill = "" if batches.fill is None else f", {share_text(batches.fill.p50)} of the threshold"
-        text += f" ({batches.tensors.p50:.0f} tensors, {bytes_text(batches.bytes.p50)}{fill} in the median)"
+        fill = "" if batches.fill is None else f" ({share_text(batches.fill.p50)} of the threshold)"
+        text += f", each {batches.tensors.p50:.0f} tensors and {bytes_text(batches.bytes.p50)}{fill} in the median"
     text += f", {batches.single} of one tensor ({batches.small} of at most 64 KB)"
     lines = [("exchanges", text)]
     if bandwidth is not None:

@@ -11,9 +11,9 @@ operators, kernels, data loading, and the communication of any library.
     for rank in found.ranks:
         print(rank.rank, rank.times.exposed, rank.times.data)
 
-What each module is for: ``events`` the file as a stream of events, ``columns`` those that count, as arrays, ``kinds``
-what an event is (computation, communication, data), ``operators`` calls inside
-calls, ``summary`` arrays to numbers, ``show`` and ``cli`` the command.
+What each module is for: ``events`` the file as a stream of events, ``columns`` those that count, as arrays, and what
+each is (computation, communication, data), ``operators`` calls inside calls, ``summary`` arrays to numbers, ``results``
+these, ``merging`` a trace and a timeline on one axis, ``commands`` the commands.
 """
 
 from hvdkit.read.trace.results import Operator, RankTrace, TraceSummary, TraceTimes

@@ -19,8 +19,7 @@ from hvdkit.read.timeline import columns as timelines
 from hvdkit.read.timeline.measures import Floats, Intervals, common, inside, joined, length, union
 from hvdkit.read.timeline.model import CycleMark, Operation
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.trace.columns import TraceColumns, collect
-from hvdkit.read.trace.kinds import Source
+from hvdkit.read.trace.columns import Source, TraceColumns, collect
 from hvdkit.read.trace.summary import Sets
 
 LONGEST_OFFSET = 10**12

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.read.timeline.measures import Floats
-from hvdkit.read.trace.columns import TraceColumns
-from hvdkit.read.trace.kinds import LABELS, Kind, Source
+from hvdkit.read.trace.columns import LABELS, Kind, Source, TraceColumns
 from hvdkit.read.trace.results import Operator
 
 ROUNDING = 1.0

@@ -14,8 +14,7 @@ from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.measures import Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
-from hvdkit.read.trace.columns import TraceColumns, collect
-from hvdkit.read.trace.kinds import SYNCHRONISES, Kind, Source, step_number
+from hvdkit.read.trace.columns import SYNCHRONISES, Kind, Source, TraceColumns, collect, step_number
 from hvdkit.read.trace.operators import EventCalls, nest, table
 from hvdkit.read.trace.results import (
     Communication,

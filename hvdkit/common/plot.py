@@ -1,11 +1,10 @@
-"""Plots that Matplotlib draws, as files or as images of a page. The same numbers give the same bytes.
+"""Plots that Matplotlib draws, as files. The same numbers give the same bytes.
 
 Why this room exists: the tools' plots are written in one way, and what is missing or cannot be is said in one way.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,11 +64,6 @@ def picture(form: str, *draws: Draw, size: tuple[float, float] = SIZE) -> bytes:
     if form == ".svg":
         return content.getvalue().replace(b"<defs>", f"<style>{DARK}</style>\n <defs>".encode(), 1)
     return content.getvalue()
-
-
-def image(*draws: Draw, size: tuple[float, float] = SIZE) -> str:
-    """A plot as the address of an image that is inside a page; ``draws``, ``size``: as in ``picture``."""
-    return "data:image/svg+xml;base64," + base64.b64encode(picture(".svg", *draws, size=size)).decode()
 
 
 def write(path: Path, *draws: Draw, size: tuple[float, float] = SIZE, sources: Sequence[Path] = ()) -> None:

@@ -22,7 +22,7 @@ def environment(package: str) -> jinja2.Environment:
     """Where a package's templates are found, and after them those that all pages share (``drawing.html.j2``).
 
     Args:
-        package: with a folder ``templates``, such as "hvdkit.measure.bench".
+        package: with a folder ``templates``, such as "hvdkit.read.timeline".
     """
     loaders = [jinja2.PackageLoader(package), jinja2.PackageLoader("hvdkit.common")]
     return jinja2.Environment(loader=jinja2.ChoiceLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined)

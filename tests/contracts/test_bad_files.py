@@ -28,16 +28,12 @@ READS = {
     "tune": [["tune", "-n", "2", "--hostfile", "BAD", *JOB]],
     "bench scaling": [["bench", "scaling", "-n", "2", "-o", "r.json", "--hostfile", "BAD", *JOB]],
     "bench show": [["bench", "show", "BAD"]],
-    "bench report": [["bench", "report", "BAD", "-o", "r.html"]],
-    "bench compare": [["bench", "compare", "BAD", "BAD"]],
     "emulate": [
         ["emulate", "-n", "2", "--hostfile", "BAD", "--sizes", "4"],
-        *[["emulate", "-n", "2", option, "BAD"] for option in ("--csv", "--timeline", "--plan")],
+        *[["emulate", "-n", "2", option, "BAD"] for option in ("--timeline", "--plan")],
     ],
-    "emulate sizes": [["emulate", "sizes", option, "BAD"] for option in ("--csv", "--timeline", "--plan")],
-    "emulate plan": [["emulate", "plan", option, "BAD"] for option in ("--csv", "--timeline", "--plan")],
+    "emulate sizes": [["emulate", "sizes", option, "BAD"] for option in ("--timeline", "--plan")],
     "emulate show": [["emulate", "show", "BAD"]],
-    "emulate compare": [["emulate", "compare", "BAD", "BAD"]],
     "install": [["install", "--from", "BAD"]],
     "port": [["port", "BAD"]],
     "predict": [["predict", "--fit", "BAD", "BAD"], ["predict", *NETWORK, "--plan", "BAD"]],
@@ -53,7 +49,7 @@ READS = {
 }  # fmt: skip
 """Command lines by command; BAD is the file that is none."""
 NOT_READ = {
-    "-o", "--output", "--json", "--plot", "--size-plot", "--report", "--autotune-log", "--mpi-profile",
+    "-o", "--output", "--json", "--plot", "--report", "--autotune-log", "--mpi-profile",
     "--torch-profile", "--stall-dir", "--stage-dir", "--explain-dir", "--host-discovery-script", "--html", "--monitor",
 }  # fmt: skip
 """Parameters that name what is written, or run: these have tests of their own."""

@@ -198,11 +198,9 @@ TIMELINES = [str(one) for one in sorted((ROOT / "tests/data/timelines").glob("*.
 PROFILES = [str(one) for one in sorted((ROOT / "tests/data/mpi_profiles").glob("mpi_profile.*"))]
 NETWORK = ["--alpha-us", "1", "--bandwidth-gbit", "1", "--ppn", "1", "--at", "4"]
 SAID = {
-    "bench-comparison": ["bench", "compare", "bench.json", "bench.json", "--json"],
     "bench-summary": ["bench", "show", "bench.json", "--json"],
     "check": ["check", str(ROOT / "tests/data/check/defective/steps.py"), "--json"],
     "diff": ["diff", TIMELINES[1], TIMELINES[2], "--json"],
-    "emulate-comparison": ["emulate", "compare", "emulate.json", "emulate.json", "--json"],
     "emulate-plan": ["emulate", "sizes", "--sizes", "400,800", "--json"],
     "emulate-summary": ["emulate", "show", "emulate.json", "--json"],
     "explanation": ["explain", TIMELINES[0], "--json"],

@@ -2,40 +2,40 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from hvdkit.measure.emulate import engines_mpi, worker
+from hvdkit.measure.emulate import engines, worker
 
 
-def faulty(job):
+def faulty(asked, folder):
     """MPI whose rank 1 gets one wrong element in the third time that it is asked for the second tensor."""
-    connected = connect(job)
+    connected = connect(asked, folder)
     made = connected.operation
 
     def operation(index, *arguments):
         one = made(index, *arguments)
-        if connected.rank == 1 and index == 1:
-            spoil(one)
-        return one
+        return spoilt(one) if connected.rank == 1 and index == 1 else one
 
     connected.operation = operation
     return connected
 
 
-def spoil(operation):
-    finish, times = operation.finish, []
+def spoilt(operation):
+    times = []
 
-    def wrong():
-        finish()
+    def wrong(handle):
+        result = operation.finish(handle)
         times.append(1)
         if len(times) == 3:
-            operation.result()[17] += 1
+            result[17] += 1
+        return result
 
-    operation.finish = wrong
+    return replace(operation, finish=wrong)
 
 
 if __name__ == "__main__":
-    connect, engines_mpi.connect = engines_mpi.connect, faulty
+    connect, engines.connect = engines.connect, faulty
     status = worker.main(Path(sys.argv[1]))
     sys.stderr.flush()
     os._exit(status)

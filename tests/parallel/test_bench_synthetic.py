@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import missing
 
-from hvdkit.measure.bench.scaling import Jobs
+from hvdkit.measure.bench.jobs import Jobs
 from hvdkit.synthetic import benchmark
 
 pytestmark = pytest.mark.parallel
@@ -66,19 +66,14 @@ def require_horovod_lines(text, ranks, model):
 
 @needs_launcher
 @needs_horovod
-def test_rank_0_prints_horovods_lines_and_a_timeline_says_what_its_communication_consists_of(tmp_path):
-    """The one job that ``bench scaling --timeline`` adds, with what its ranks print kept in a file."""
+def test_rank_0_prints_horovods_lines_and_bench_takes_its_steps(tmp_path):
+    """With what its ranks print kept in a file."""
     words = ["bench", "synthetic", "--model", "deep", "--no-cuda", "--fp16-allreduce", *SHORT]
     command = ["sh", "-c", 'exec "$@" >> lines.txt', "sh", *HVDKIT, *words]
-    job, found = Jobs(command, lambda n: ["--threads", "1", "--launcher", LAUNCHER], 2, tmp_path).recorded(2)
+    job, found = Jobs(command, lambda n: ["--threads", "1", "--launcher", LAUNCHER], 2, tmp_path)(2)
     assert job.failure is None and found is not None, job.failure
     require_horovod_lines((tmp_path / "lines.txt").read_text(), 2, "deep")
-    assert found.steps == 6, "8 without the warm-up"
-    assert [window.name for window in found.windows] == ["working", "waiting", "exposed"]
-    assert sum(window.seconds for window in found.windows) == pytest.approx(found.step_s, rel=0.05)
-    # Buckets are reduced in place; Horovod copies only those that happen to be ready together.
-    assert sum(window.activities["transfer"] for window in found.windows) > 0
-    assert found.timeline_step_s == pytest.approx(found.step_s, rel=0.5), "the two clocks are the same"
+    assert found.count == 8 and found.parts.communication is not None
 
 
 def tensorflow_and_keras():

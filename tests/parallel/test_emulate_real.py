@@ -15,13 +15,11 @@ import namespaces
 import pytest
 from ranks import missing
 
-from hvdkit.common import json_files
-from hvdkit.measure.emulate import engines, run_job
+from hvdkit.measure.emulate import engines, rank_files, results
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.emulate.results import EmulateResults
-from hvdkit.measure.emulate.run import join
-from hvdkit.measure.emulate.run_job import EmulateAsked, ReplayJob
-from hvdkit.measure.emulate.worker_replay import Replay
+from hvdkit.measure.emulate.rank_files import ReplayJob
+from hvdkit.measure.emulate.results import EmulateAsked
+from hvdkit.measure.emulate.worker import replay
 
 pytestmark = pytest.mark.parallel
 
@@ -65,14 +63,14 @@ def collectives(engine, ranks, todo, folder, algorithm="library", fusion=False, 
 
     def job(collective, plan):
         asked = EmulateAsked(engine, collective, algorithm, ranks, hosts=1, check=True, backend=backend, fusion=fusion)
-        return ReplayJob(Path(folder), plan, asked)
+        return ReplayJob(asked, plan)
 
-    connected = engines.connect(job("allreduce", plan))
+    connected = engines.connect(job("allreduce", plan).asked, Path(folder))
     verified = []
     for collective, dtype in todo:
         plan = ReplayPlan(tuple(Collective(f"t{count}", count, dtype) for count in SIZES), trials=2)
         own, kept = job(collective, plan), []
-        Replay(own, Renamed(connected, len(verified)), lambda *times, kept=kept: kept.append(times)).run()
+        replay(own, Renamed(connected, len(verified)), lambda *times, kept=kept: kept.append(times))
         verified.append([collective, dtype, len(kept)])
     connected.close()
     atexit.register(os._exit, 0)  # not through the threads of the frameworks, which are none of this test's business
@@ -146,7 +144,7 @@ def test_the_tutorial_s_list_over_the_ring(tmp_path, environment):
         argv("--engine", "ring", "--sizes", LIST, "--samples", "60000", "--batch-size", "8192"), tmp_path, environment
     )
     assert done.returncode == 0, done.stderr
-    found = json_files.read(tmp_path / "r.json", EmulateResults)
+    found = results.load(tmp_path / "r.json")
     assert found.plan.trials == 8
     assert (found.asked.hosts, found.asked.ppn) == (1, 4)
     assert [one.nbytes for one in found.samples] == [2600, 33024, 131584, 803840] * 8
@@ -178,7 +176,7 @@ def test_a_straggler_is_seen_as_skew_and_not_as_transfer(tmp_path, environment):
     words = ["--engine", "ring", "--sizes", "4000", "--trials", "15", "--straggler", "1:40"]
     done = run(argv(*words, n=2), tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    samples = json_files.read(tmp_path / "r.json", EmulateResults).samples
+    samples = results.load(tmp_path / "r.json").samples
     assert statistics.median(one.skew_s for one in samples) > 0.03
     assert sum(one.ranks_s[1] < one.ranks_s[0] for one in samples) > 10
     assert "rank 1 comes last most often" in done.stdout
@@ -203,7 +201,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, environment):
         process.wait()
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    found = json_files.read(tmp_path / "r.json", EmulateResults)
+    found = results.load(tmp_path / "r.json")
     trials = [one.trial for one in found.samples[::2]]
     assert len(trials) >= 5
     assert trials == list(range(len(trials)))
@@ -217,23 +215,24 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, environment):
 
 @needs_mpi
 @pytest.mark.root
-def test_clocks_that_are_hours_apart_are_compared(ranks_command, tmp_path):
+def test_clocks_that_are_hours_apart_do_not_matter(ranks_command, tmp_path):
     away = ["unshare", "--time", "--monotonic", "9000"]
     if subprocess.run([*away, "true"], capture_output=True).returncode:
         pytest.skip("needs time namespaces")
     asked = EmulateAsked("mpi", "allreduce", "library", 2, hosts=2, check=True)
-    job = ReplayJob(tmp_path, ReplayPlan((Collective("a", 1000),), trials=5), asked, apart=True)
-    run_job.write(job)
+    job = ReplayJob(asked, ReplayPlan((Collective("a", 1000),), trials=5))
+    rank_files.write_job(tmp_path, job)
     start, environment = ranks_command(2, "mpi")
     worker = [sys.executable, "-m", "hvdkit.measure.emulate.worker", str(tmp_path)]
     alone = ["-n", "1"]
     done = run([start[0], *start[3:], *alone, *worker, ":", *alone, *away, *worker], tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    joined = join(tmp_path, job.plan, 2)
-    assert (joined.trials, joined.machines) == (5, 2)
-    assert all(one.skew_s < 60 and one.transfer_s < 60 for one in joined.samples)
+    joined = rank_files.join(tmp_path, job)
+    assert joined.trials == 5
+    for one in joined.samples:
+        assert one.slowest_s < 60 and one.skew_s + one.transfer_s == pytest.approx(one.slowest_s)
     (note,) = joined.notes
-    assert note.startswith("The clocks of 2 machines were compared with that of rank 0 before and after")
+    assert note.startswith("The clocks of several machines are not compared")
 
 
 # Four hosts
@@ -266,7 +265,7 @@ def test_the_ring_over_four_hosts_is_right_and_never_beats_the_bandwidth_bound(h
     done = run([*hosts.inside(0), *argv(*words, *placed)], tmp_path, environment)
     hosts.clear()
     assert done.returncode == 0, done.stderr
-    found = json_files.read(tmp_path / "r.json", EmulateResults)
+    found = results.load(tmp_path / "r.json")
     assert (found.asked.hosts, found.asked.ppn, len(found.samples)) == (4, 1, 2)
     moved = 2 * 3 / 4 * size
     for one in found.samples:

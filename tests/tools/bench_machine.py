@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from timeline_files import metadata, write
 
 from hvdkit import DataError, cli
 from hvdkit.common import json_files
@@ -29,10 +28,6 @@ class Machine:
         marks: the ranks say when they are ready.
         fails: numbers of the jobs (from 1) that fail.
         silent: jobs record no steps and print the closing line.
-        slowed: how many times as long a step takes while the timeline is recorded.
-        timeline_off: seconds by which the clock of the timeline is off.
-        every: steps to one exchange between the ranks, in the timeline.
-        recorded: numbers of ranks of the jobs with a timeline.
     """
 
     def __init__(self, seconds, noise=0.02, seed=0):
@@ -43,7 +38,6 @@ class Machine:
         self.fails, self.silent, self.interrupt_at = (), False, None
         self.failure = "exited with status 3; its last lines:\nValueError: broken"
         self.ran = []
-        self.slowed, self.every, self.timeline_off, self.recorded = 1.0, 1, 0.0, []
 
     def launch_method(self):
         """What takes the place of ``Launch.__call__``."""
@@ -59,25 +53,21 @@ class Machine:
         if len(self.ran) + 1 == self.interrupt_at:
             self.interrupt_at = None
             raise KeyboardInterrupt
-        timeline = launch.options[launch.options.index("--timeline") + 1] if "--timeline" in launch.options else None
-        (self.ran if timeline is None else self.recorded).append(n)
-        if timeline is None and len(self.ran) in self.fails:
+        self.ran.append(n)
+        if len(self.ran) in self.fails:
             return self.failed()
         step = self.seconds(n) * math.exp(self.rng.normal(0, self.noise))
-        step *= 1.0 if timeline is None else self.slowed
         if self.silent:
             return TrialJob(step * self.count(n) + 1, step * self.count(n))
         (told,) = [word for word in launch.options if word.startswith(f"{VARIABLE}=")]
         begin = time.time() + 2.0
         for rank in range(n):
             self._write(Path(told.partition("=")[2]), rank, n, step, begin)
-        if timeline is not None:
-            self._record(Path(timeline), n, step, begin)
         return TrialJob(step * self.count(n) + 1)
 
     def _write(self, directory, rank, n, step, now):
         lines = [{"hvdkit": "step times", "version": 1, "rank": rank}]
-        longest = self._longest(n)
+        longest = max(self.late.get(other, 0.0) for other in range(n))
         for index in range(self.count(n)):
             whole = (step + longest) * (10 if index < self.warmup else 1)
             given = now + 0.1 * step
@@ -85,38 +75,6 @@ class Machine:
             lines.append([now, given, ready, now + whole])
             now += whole
         (directory / f"rank-{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-
-    def _longest(self, n):
-        return max(self.late.get(other, 0.0) for other in range(n))
-
-    def _record(self, path, n, step, begin):
-        """Two tensors a step, fused: one announced at 0.5 of it, both exchanged from when the last rank is ready."""
-        epoch = int(begin * 1e6) - 1_000_000
-        events = metadata(["a", "b"], epoch=epoch)
-        now = begin + self.timeline_off
-        for index in range(self.count(n)):
-            factor = 10 if index < self.warmup else 1
-            ready = 0.7 * step + self._longest(n)
-
-            def at(time_in_step, now=now):
-                return round((now + time_in_step) * 1e6) - epoch
-
-            if index % self.every == 0:
-                phases = (
-                    ("MEMCPY_IN_FUSION_BUFFER", 0.05, 0.07), ("MPI_ALLREDUCE", 0.07, 0.22),
-                    ("MEMCPY_OUT_FUSION_BUFFER", 0.22, 0.25),
-                )  # fmt: skip
-                for pid, announced in ((1, 0.5 * step), (2, 0.6 * step)):
-                    events.append({"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": at(announced), "pid": pid})
-                    events.append({"ph": "E", "ts": at(ready + 0.05 * step), "pid": pid})
-                    events.append({"ph": "B", "name": "ALLREDUCE", "ts": at(ready + 0.05 * step), "pid": pid})
-                    for name, start, end in phases:
-                        events.append({"ph": "B", "name": name, "ts": at(ready + start * step), "pid": pid})
-                        events.append({"ph": "E", "ts": at(ready + end * step), "pid": pid})
-                    args = {"dtype": "float32", "shape": "[25]"}
-                    events.append({"ph": "E", "ts": at(ready + 0.25 * step), "pid": pid, "args": args})
-            now += (step + self._longest(n)) * factor
-        write(path, events)
 
 
 def use(directory, monkeypatch, machine, cores=4):

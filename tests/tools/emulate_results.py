@@ -4,8 +4,7 @@ import numpy as np
 
 from hvdkit.measure.bench.subject import HowLaunched
 from hvdkit.measure.emulate import plan
-from hvdkit.measure.emulate.results import EmulateResults, Sample, WithLaunch
-from hvdkit.measure.emulate.run_job import EmulateAsked
+from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample, WithLaunch
 
 ENVIRONMENT = WithLaunch("1", "3.11", "Linux", {"mpi4py": "4"}, 4, HowLaunched(4, "mpirun", 1, False, ()))
 

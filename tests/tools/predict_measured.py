@@ -4,8 +4,7 @@ import numpy as np
 from emulate_results import ENVIRONMENT
 
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.emulate.results import EmulateResults, Sample
-from hvdkit.measure.emulate.run_job import EmulateAsked
+from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
 from hvdkit.measure.predict import formulas
 
 SIZES = tuple(2**power for power in range(16, 25))

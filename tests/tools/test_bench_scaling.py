@@ -12,13 +12,12 @@ from bench_machine import Machine, fitting, saved, use
 from bench_machine import run_bench as bench
 
 from hvdkit import cli
-from hvdkit.common import json_files
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text
+from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ScalingRow, causes
+from hvdkit.measure.bench.jobs import order
 from hvdkit.measure.bench.measurement import measure
-from hvdkit.measure.bench.results import ScalingResults
-from hvdkit.measure.bench.scaling import order
 from hvdkit.measure.bench.subject import ScalingAsked, commit
 from hvdkit.read.explain import explain
 from hvdkit.run.trials.jobs import TrialJob
@@ -40,7 +39,7 @@ def start(tmp_path, monkeypatch):
 # What it finds
 
 
-def test_a_planted_serial_fraction_comes_back_within_its_interval(start):
+def test_a_injected_serial_fraction_comes_back_within_its_interval(start):
     inside = 0
     for seed in range(20):
         start(Machine(amdahl, noise=0.01, seed=seed))
@@ -54,7 +53,7 @@ def test_a_planted_serial_fraction_comes_back_within_its_interval(start):
     assert inside >= 16
 
 
-def test_a_planted_serial_fraction_of_weak_scaling_comes_back(start):
+def test_a_injected_serial_fraction_of_weak_scaling_comes_back(start):
     start(Machine(lambda n: 0.01 * n / (SERIAL + (1 - SERIAL) * n), noise=0.002))
     assert bench("--weak") == 0
     (fit,) = [fit for fit in saved()["summary"]["fits"] if fit["name"] == "Gustafson"]
@@ -64,7 +63,7 @@ def test_a_planted_serial_fraction_of_weak_scaling_comes_back(start):
     assert rows[4]["efficiency"]["value"] == pytest.approx((SERIAL + (1 - SERIAL) * 4) / 4, rel=0.02)
 
 
-def test_planted_contention_and_coherence_come_back(start):
+def test_injected_contention_and_coherence_come_back(start):
     sigma, kappa = 0.05, 0.02
     start(Machine(lambda n: 0.01 * (1 + sigma * (n - 1) + kappa * n * (n - 1)) / n, noise=0.001), cores=8)
     assert bench(ranks="1,2,4,8") == 0
@@ -109,6 +108,19 @@ def test_a_late_rank_is_shown_as_wait_of_the_others_and_the_parts_add_up(start, 
     assert (explained.kind, explained.ranks, explained.lost_s) == ("compute", (1,), pytest.approx(0.006, rel=0.01))
 
 
+def test_a_sum_in_the_file_that_is_wrong_is_said(start, capsys):
+    machine = start(Machine(lambda n: 0.01, noise=0.0001))
+    machine.marks = True
+    assert bench("--weak", ranks="1,2") == 0
+    assert "do not add up" not in capsys.readouterr().out
+    content = saved()
+    for job in content["jobs"]:
+        job["steps"]["parts"]["compute"] *= 2
+    Path("results.json").write_text(json.dumps(content))
+    assert cli.run(["bench", "show", "results.json"]) == 0
+    assert "On 2 ranks the parts of a step do not add up to it: their sum is +60% off" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("marks", [True, False], ids=["ready", "without ready"])
 def test_the_rank_whose_input_sleeps_in_two_of_three_batches_is_named(marks):
     """Its mean over the ranks would hide it; no rank has to say when it is ready."""
@@ -129,6 +141,11 @@ def test_the_rank_whose_input_sleeps_in_two_of_three_batches_is_named(marks):
         "Rank 1 comes late, and the others wait: for the input."
     )
     assert "13.3 ms per step" in cause.sentence()
+
+
+def test_a_step_is_as_long_as_that_of_its_slowest_rank():
+    times = [RankTimes(rank, tuple(Step(at, at, None, at + 1 + rank) for at in range(0, 30, 3))) for rank in range(2)]
+    assert measure(times, 2, 0.0, 0).step_s == 2
 
 
 def test_ranks_that_do_not_say_when_they_are_ready_have_no_communication(start, capsys):
@@ -416,9 +433,7 @@ def test_ranks_that_are_missing_are_said(start, capsys):
     write = machine._write
     machine._write = lambda directory, rank, *more: rank == 0 and write(directory, rank, *more)
     assert bench() == 1
-    assert any(
-        "of 2 ranks" in (job.failure or "") for job in json_files.read(Path("results.json"), ScalingResults).jobs
-    )
+    assert any("of 2 ranks" in (job.failure or "") for job in results.load(Path("results.json")).jobs)
 
 
 def test_two_points_that_no_law_passes_through_are_not_said_to_be_fitted_exactly(start, capsys):

@@ -27,7 +27,7 @@ QUANTITIES = [
 ]
 FILES = [
     ["emulate", "-n", "2", "--sizes", "4", "--json"],
-    ["emulate", "-n", "2", "--sizes", "4", "--report"],
+    ["emulate", "-n", "2", "--sizes", "4", "--plot"],
     ["bench", "scaling", "-n", "1", *JOB, "-o"],
     ["tune", "-n", "2", *JOB, "-o"],
 ]
@@ -252,12 +252,9 @@ def test_mpiruns_names_of_options(capsys):
         "mpi-profile show gone",
         "emulate sizes --timeline gone",
         "emulate show gone",
-        "emulate compare gone gone",
         "emulate -n 2 --plan gone",
         "predict --fit gone",
         "bench show gone",
-        "bench compare gone gone",
-        "bench report gone",
         "launch -n 2 --tuned gone -- true",
         "launch -n 2 --hostfile gone -- true",
     ],

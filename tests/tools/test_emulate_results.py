@@ -7,14 +7,11 @@ import pytest
 from emulate_results import ENVIRONMENT
 
 from hvdkit import DataError, cli
-from hvdkit.common import json_files
-from hvdkit.measure.emulate import results, run
+from hvdkit.measure.emulate import rank_files, results
 from hvdkit.measure.emulate.analysis import analyse
-from hvdkit.measure.emulate.clock import Reading
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.emulate.results import EmulateResults, Sample
-from hvdkit.measure.emulate.run_job import EmulateAsked
-from hvdkit.measure.emulate.worker_files import Writer, file_of, head_of, read
+from hvdkit.measure.emulate.rank_files import ReplayJob, Writer, file_of, read, read_job, write_job
+from hvdkit.measure.emulate.results import Delay, EmulateAsked, EmulateResults, Sample
 
 PLAN = ReplayPlan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
 ASKED = EmulateAsked("mpi", "allreduce", "ring", ranks=2, hosts=1, check=True)
@@ -28,14 +25,27 @@ def sample(trial=0, index=0, **changed):
     return Sample(**values)
 
 
-def written(folder, rank, trials, machine="one", readings=(), notes=()):
-    with Writer(folder, rank, {"machine": machine, "notes": list(notes)}) as writer:
-        for reading in readings[:1]:
-            writer.clock(reading)
-        for number, times in trials.items():
-            writer.trial(number, *times)
-        for reading in readings[1:]:
-            writer.clock(reading)
+def written(folder, rank, trials, machine="one", overlaps=None, notes=()):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_files, "machine", lambda: machine)
+        with Writer(folder, rank, overlaps, notes) as writer:
+            for number, times in trials.items():
+                writer.trial(number, *times)
+
+
+def join(folder, collective="allreduce"):
+    asked = msgspec.structs.replace(ASKED, collective=collective)
+    return rank_files.join(folder, ReplayJob(asked, PLAN))
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path):
+    plan = ReplayPlan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4)
+    more = {"straggler_s": {2: 0.05}, "delay": Delay(0.02, 1, 0.1), "compute": "sleep", "check": False}
+    job = ReplayJob(EmulateAsked("torch", "allreduce", "library", 3, hosts=1, backend="gloo", **more), plan)
+    write_job(tmp_path, job)
+    assert read_job(tmp_path) == job
+    with pytest.raises(DataError, match="directory that all hosts share"):
+        read_job(tmp_path / "elsewhere")
 
 
 # What ranks wrote
@@ -44,7 +54,7 @@ def written(folder, rank, trials, machine="one", readings=(), notes=()):
 def test_skew_is_told_apart_from_transfer(tmp_path):
     written(tmp_path, 0, {0: ([10.0, 20.0], [10.7, 20.1])})
     written(tmp_path, 1, {0: ([10.5, 20.0], [10.6, 20.3])})
-    joined = run.join(tmp_path, PLAN, 2)
+    joined = join(tmp_path)
     first, second = joined.samples
     assert (first.skew_s, first.transfer_s) == (0.5, 0.2)
     assert (first.slowest_s, first.slowest_rank, first.ranks_s) == (0.7, 0, (0.7, 0.1))
@@ -59,52 +69,50 @@ def test_only_trials_that_all_ranks_finished_count(tmp_path):
     written(tmp_path, 1, {0: times, 1: times})
     with file_of(tmp_path, 1).open("a") as file:
         file.write("[2, [1.0, 2.0], [1.1, 2")  # it was killed while it wrote
-    joined = run.join(tmp_path, PLAN, 2)
+    joined = join(tmp_path)
     assert joined.trials == 2
     assert [one.trial for one in joined.samples] == [0, 0, 1, 1]
 
 
 def test_a_rank_that_wrote_nothing_leaves_nothing_to_count(tmp_path):
     written(tmp_path, 0, {0: ([1.0, 2.0], [1.1, 2.1])})
-    assert run.join(tmp_path, PLAN, 2).samples == []
+    assert join(tmp_path).samples == []
     file_of(tmp_path, 1).touch()
-    assert run.join(tmp_path, PLAN, 2).samples == []
+    assert join(tmp_path).samples == []
 
 
-def test_the_clock_of_another_machine_is_corrected_and_its_drift_too(tmp_path):
-    readings = [Reading(1000.0, -990.0, 2e-5), Reading(2000.0, -1988.0, 1e-5)]  # it runs at twice the pace
-    written(tmp_path, 0, {0: ([10.1, 11.0], [10.2, 11.8])})
-    written(tmp_path, 1, {0: ([1000.1, 1500.0], [1000.2, 1500.0 + 0.25])}, machine="two", readings=readings)
-    joined = run.join(tmp_path, PLAN, 2)
-    first, second = joined.samples
-    assert first.skew_s == pytest.approx(0.1, abs=1e-3)
-    assert second.skew_s == pytest.approx(0.0, abs=1e-3)  # without the drift it would be 499
-    assert joined.machines == 2
-    (note,) = joined.notes
-    assert "2 machines" in note
-    assert "before and after" in note
-    assert "within 20 us" in note
+@pytest.mark.parametrize(("collective", "skew", "transfer"), [("allreduce", 0.5, 0.2), ("broadcast", 0.0, 0.7)])
+def test_on_several_machines_each_rank_s_own_times_tell_skew_from_transfer(tmp_path, collective, skew, transfer):
+    """Their clocks are hours apart."""
+    written(tmp_path, 0, {0: ([10.0, 20.0], [10.7, 20.1])})
+    written(tmp_path, 1, {0: ([9010.5, 9020.0], [9010.7, 9020.1])}, machine="two")
+    joined = join(tmp_path, collective)
+    first = joined.samples[0]
+    assert (first.skew_s, first.transfer_s) == pytest.approx((skew, transfer))
+    assert (first.slowest_s, first.slowest_rank) == (0.7, 0)
+    assert "The clocks of several machines are not compared" in joined.notes[0]
 
 
-def test_clocks_that_are_not_quite_right_give_no_negative_times(tmp_path):
-    written(tmp_path, 0, {0: ([10.0, 20.0], [10.0001, 20.1])})
-    written(tmp_path, 1, {0: ([10.0002, 20.0], [10.0001, 20.1])}, machine="two", readings=[Reading(1.0, 0.0, 1e-3)])
-    assert run.join(tmp_path, PLAN, 2).samples[0].transfer_s == 0
-    assert "before, not after," in run.join(tmp_path, PLAN, 2).notes[0]
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_rank_says_where_it_is_and_whether_its_engine_overlaps(tmp_path, overlaps):
+    for rank in range(2):
+        written(tmp_path, rank, {}, machine=str(rank), overlaps=overlaps)
+    assert (join(tmp_path).placed, join(tmp_path).overlapped) == ((1, 1), overlaps)
+    assert len(rank_files.machine()) > 10
 
 
 def test_a_wrong_result_is_told_before_what_followed_from_it(tmp_path):
-    with Writer(tmp_path, 0, {"machine": "one", "notes": []}) as writer:
+    with Writer(tmp_path, 0) as writer:
         writer.error("it lost rank 1", 1, wrong=False)
-    with Writer(tmp_path, 1, {"machine": "one", "notes": []}) as writer:
+    with Writer(tmp_path, 1) as writer:
         writer.error("element 3 is 5, expected 6", 1, wrong=True)
-    assert run.join(tmp_path, PLAN, 2).failed.error == "element 3 is 5, expected 6"
+    assert join(tmp_path).failed.error == "element 3 is 5, expected 6"
 
 
 def test_notes_of_ranks_come_once(tmp_path):
     for rank in range(2):
         written(tmp_path, rank, {}, notes=["torch.distributed used gloo."])
-    assert run.join(tmp_path, PLAN, 2).notes == ["torch.distributed used gloo."]
+    assert join(tmp_path).notes == ["torch.distributed used gloo."]
 
 
 @pytest.mark.parametrize("text", ["{}\n", "hello\n", '{"hvdkit": "emulate rank", "rank": 0}\n[1]\n'])
@@ -112,11 +120,6 @@ def test_another_file_in_the_folder_is_an_error(tmp_path, text):
     file_of(tmp_path, 0).write_text(text)
     with pytest.raises(DataError, match=r"rank-0\.jsonl was not written by a rank"):
         read(file_of(tmp_path, 0))
-
-
-def test_a_folder_that_hosts_do_not_share_is_said(tmp_path):
-    with pytest.raises(DataError, match="directory that all hosts share"):
-        head_of(tmp_path, 3, wait_s=0.05)
 
 
 # The file of results
@@ -132,10 +135,10 @@ def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "r.json"
     found = of([sample(), sample(1, 1)], notes=["A note."])
     results.write(path, found)
-    assert json_files.read(path, EmulateResults) == found
+    assert results.load(path) == found
     assert json.loads(path.read_text())["summary"] is None
     results.write(path, of([]))
-    assert json_files.read(path, EmulateResults).samples == []
+    assert results.load(path).samples == []
 
 
 def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
@@ -160,7 +163,7 @@ def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):
     results.write(path, of([sample()]))
     with pytest.raises(DataError, match=r"samples\[0\]\.skew_s is null: expected `float`"):
         results.write(path, of([sample(skew_s=float("nan"))]))
-    assert len(json_files.read(path, EmulateResults).samples) == 1
+    assert len(results.load(path).samples) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -201,12 +204,12 @@ def test_another_file_is_refused(tmp_path, broken):
     results.write(path, of([sample()]))
     path.write_text(broken(json.loads(path.read_text())))
     with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(emulate-results, schema 1\)"):
-        json_files.read(path, EmulateResults)
+        results.load(path)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match=r"No file at .* expected one that 'hvdkit emulate' wrote"):
-        json_files.read(tmp_path / "r.json", EmulateResults)
+        results.load(tmp_path / "r.json")
 
 
 @pytest.mark.parametrize("command", [["emulate", "show"], ["emulate", "sizes", "--plan"], ["predict", "--fit"]])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.bench.scaling_cli import scaling
+from hvdkit.measure.bench.cli import scaling
 from hvdkit.run.job import script, site
 from hvdkit.run.job.model import BatchJob, Queue, Site
 from hvdkit.run.job.systems import SYSTEMS

@@ -94,7 +94,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "emulate.json": command("emulate", "show", "FILE"),
     "fit.json": command("predict", "--fit", "FILE", "--alpha-us", "10", "--bandwidth-gbit", "10", "--at", "4,64"),
     "plan.json": command("emulate", "sizes", "--plan", "FILE"),
-    "sizes.csv": command("emulate", "sizes", "--csv", "FILE"),
     "metrics.jsonl": command("watch", "FILE", "--once"),
     "script.py": command("check", "FILE"),
     "tuned.json": tuned.read,
@@ -122,7 +121,7 @@ def real(place: Path) -> Callable[[str], bytes]:
     with pytest.MonkeyPatch.context() as patch:
         machine = use(place, patch, Machine(lambda n: 0.01 / n))
         machine.marks = True
-        assert run_bench("--timeline", "--repeats", "2", ranks="1,2") == 0
+        assert run_bench("--repeats", "2", ranks="1,2") == 0
     made = emulate_results.made({1024: 1e-4, 1 << 20: 1e-3}, trials=3)
     results.write(place / "emulate.json", made)
     json_files.write(place / "plan.json", made.plan)
@@ -139,7 +138,6 @@ def real(place: Path) -> Callable[[str], bytes]:
         "mpi_profile.0.json": json.dumps(mpi_profile_files.record(0, 1)).encode(),
         "bench.json": (place / "results.json").read_bytes(),
         "fit.json": (place / "emulate.json").read_bytes(),
-        "sizes.csv": b"name,bytes,dtype,gap_ms\nconv,803840,float32,2.5\ndense,33024,float16,0\n",
         "metrics.jsonl": (DATA / "watch" / "metrics.jsonl").read_bytes()[:3000],
         "script.py": (DATA / "check" / "correct" / "horovod_torch.py").read_bytes(),
         "autotune.csv": next((DATA / "autotune").glob("*.csv")).read_bytes(),

@@ -5,14 +5,10 @@ import re
 import shutil
 from pathlib import Path
 
-import bench_machine
-import emulate_results
 import pytest
 
 from hvdkit.cli import run
 from hvdkit.common.drawing import LABEL, LONGEST_NAME
-from hvdkit.measure.emulate import analysis as emulate_analysis
-from hvdkit.measure.emulate import outputs
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 image = pytest.importorskip("PIL.Image", reason="pillow is not installed (pip install pillow)")
@@ -213,29 +209,14 @@ def test_names_are_text_under_the_pointer_and_after_a_click(watched):
     watched.assert_quiet()
 
 
-@pytest.fixture(scope="module")
-def every_page(hostile_page, tmp_path_factory):
-    """A page of each command that writes one."""
-    folder = tmp_path_factory.mktemp("pages")
-    results = emulate_results.made({2600: 0.002, 803840: 0.02}, noise=0.1, notes=["x" * 300])
-    outputs.write_all(results, emulate_analysis.analyse(results), {"report": folder / "emulate.html"})
-    with pytest.MonkeyPatch.context() as patch:
-        machine = bench_machine.use(folder, patch, bench_machine.Machine(lambda n: 0.01 * (0.1 + 0.9 / n), noise=0.005))
-        machine.marks = True
-        assert bench_machine.run_bench("--timeline") == 0
-        assert run(["bench", "report", str(folder / "results.json"), "-o", str(folder / "bench.html")]) == 0
-    return {"timeline": hostile_page, "emulate": folder / "emulate.html", "bench": folder / "bench.html"}
-
-
-@pytest.mark.parametrize("command", ["timeline", "emulate", "bench"])
-def test_a_page_fits_a_telephone_and_follows_the_reader(browser, every_page, command, tmp_path):
-    found = Watched(browser, every_page[command])
+def test_the_page_fits_a_telephone_and_follows_the_reader(browser, hostile_page, tmp_path):
+    found = Watched(browser, hostile_page)
     for scheme, paper in (("light", (255, 255, 255)), ("dark", (0x15, 0x18, 0x1B))):
         found.page.emulate_media(color_scheme=scheme)
         for width in (400, 1280):
             found.page.set_viewport_size({"width": width, "height": 800})
             assert found.page.evaluate("document.documentElement.scrollWidth") <= width
-            seen = found.page.screenshot(path=tmp_path / f"{command}-{scheme}-{width}.png", full_page=True)
+            seen = found.page.screenshot(path=tmp_path / f"{scheme}-{width}.png", full_page=True)
             counted = colours_of(seen)
             assert max(counted, key=counted.get) == paper
     order = """() => ["#h-verdict", "svg.figure, img", "dl.facts"].map(

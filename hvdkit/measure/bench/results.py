@@ -12,7 +12,6 @@ import msgspec
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.bench.accounting import Accounting
 from hvdkit.measure.bench.measurement import JobSteps
 from hvdkit.measure.bench.subject import HowLaunched, ScalingAsked, Subject, WithCommit
 
@@ -46,22 +45,6 @@ class MeasuredJob(Part, frozen=True):
     failure: str | None = None
 
 
-class Recorded(Part, frozen=True):
-    """One more job, with Horovod's timeline. Recording takes time, so that it is no repeat and enters no number.
-
-    Attributes:
-        ranks: how many it had.
-        wall_s: seconds from its start to its end.
-        accounting: where its steps went; None when it failed.
-        failure: why it does not count; None when it does.
-    """
-
-    ranks: Positive
-    wall_s: Seconds
-    accounting: Accounting | None = None
-    failure: str | None = None
-
-
 class ScalingResults(Document, frozen=True):
     """What was measured, from the first job on.
 
@@ -71,11 +54,11 @@ class ScalingResults(Document, frozen=True):
         launches: for each number of ranks.
         notes: what a reader of the numbers should know, full sentences.
         jobs: in the order in which they ran.
-        recordings: one more job for each number of ranks above 1, with Horovod's timeline; no measurement.
         summary: what follows from the jobs, as "bench-summary" without its head; None while one runs. Nobody reads it.
     """
 
     kind = "bench-scaling"
+    schema = 2
     written_by = "hvdkit bench scaling"
 
     asked: ScalingAsked
@@ -83,7 +66,6 @@ class ScalingResults(Document, frozen=True):
     launches: tuple[HowLaunched, ...]
     notes: tuple[str, ...]
     jobs: list[MeasuredJob]
-    recordings: list[Recorded] = msgspec.field(default_factory=list)
     summary: Any = None
 
     def __post_init__(self) -> None:
@@ -123,8 +105,17 @@ class ScalingResults(Document, frozen=True):
         return job.steps.step_s if self.asked.mode == "weak" else job.steps.step_s * job.steps.count
 
 
+def load(path: Path) -> ScalingResults:
+    """Read a file of ``hvdkit bench scaling``.
+
+    Raises:
+        DataError: it cannot be read, is something else, or holds what cannot be.
+    """
+    return json_files.read(path, ScalingResults)
+
+
 def write(path: Path, results: ScalingResults, summary: Document | None = None) -> None:
-    """Write the file, which ``json_files.read`` takes; an older one stays whole until the new one is complete.
+    """Write the file, which ``load`` takes; an older one stays whole until the new one is complete.
 
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
@@ -140,7 +131,7 @@ def resume(path: Path, subject: Subject) -> ScalingResults:
         InvalidArgumentError: it holds measurements of another subject.
     """
     new = ScalingResults(*subject, [])
-    found = json_files.read(path, ScalingResults) if path.exists() else new
+    found = load(path) if path.exists() else new
     if not found.counted():
         return new
     for name, before, now in differences(found, new):
@@ -148,7 +139,7 @@ def resume(path: Path, subject: Subject) -> ScalingResults:
             f"{path} holds measurements with {name} {json.dumps(before)}, and now it is {json.dumps(now)}; they cannot "
             "be mixed: give another file, or remove this one."
         )
-    return msgspec.structs.replace(new, jobs=found.jobs, recordings=found.recordings)
+    return msgspec.structs.replace(new, jobs=found.jobs)
 
 
 def differences(first: ScalingResults, second: ScalingResults) -> Iterator[tuple[str, Any, Any]]:

@@ -6,22 +6,14 @@ network is seen before a model is trained on it.
 
 ::
 
-    plan ───────── what is replayed: sizes, types, order, gaps, how many steps
-       ├── sizes ── (timeline_sizes)   where it comes from
-       │      └── model_process   reads a model: model_torch, model_keras, model_tensorflow
-       └── run ──── starts the ranks through ``hvdkit launch``, shows progress, joins what they wrote
-             ├── run_setup    from options to a job
-             ├── run_job      what every rank is told
-             └── results      the file that keeps it
-    worker ─────── what each rank runs
-       ├── worker_replay      trial after trial: gap, arrival, collective, completion, check
-       ├── worker_files       what a rank writes
-       ├── engines            what carries the collectives out: engines_mpi, engines_horovod, engines_torch
-       │      └── ring        the ring, step by step, over point-to-point messages
-       ├── check              what every rank gives, and what every rank must get
-       └── clock              the clocks of several machines, compared
-    analysis ───── bandwidths, percentiles, bands, outliers (spread)
-       ├── tables, outputs (plots), report   for readers
-       └── compare            two results
-    cli, sizes_cli, show_cli   what is typed
+    cli           what is typed
+    plan ──────── what is replayed: sizes, types, order, gaps, how many steps
+       └── model_sizes   of a user's model, in a process of its own
+    run ───────── from options to a job, and its ranks through ``hvdkit launch``
+       ├── worker        what each rank runs: gap, arrival, collective, completion, check
+       │     ├── engines    what carries the collectives out, behind one communicator; ring: step by step
+       │     └── check      what every rank gives, and what every rank must get
+       ├── rank_files    what ranks are told and what they leave
+       └── results       the file that keeps it
+    analysis ──── bandwidths, percentiles, ranks, outliers; show: the table and the plot
 """

@@ -2,58 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.common.intervals import CONFIDENCE, Estimate, median
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.emulate import spread
-from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
-from hvdkit.measure.emulate.results import EmulateResults, Sample
-from hvdkit.measure.emulate.run_job import EmulateAsked
-from hvdkit.measure.emulate.spread import EmpiricalDistribution, Floats, Times
+from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER
+from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults
 
+Floats = NDArray[np.float64]
+PERCENTILES = {"p90": (0.9, 10), "p99": (0.99, 100), "p99.9": (0.999, 1000)}
+"""The share, and how many samples it needs: as many as make one beyond it likely. With fewer it is the maximum."""
+ENOUGH_FOR_OUTLIERS = 8
+FENCE = 3.0
 RULE = (
-    f"longer than the upper quartile of its size plus {spread.FENCE:g} times the distance of the quartiles (Tukey: far "
-    f"out), from {spread.ENOUGH_FOR_OUTLIERS} samples of a size on"
+    f"longer than the upper quartile of its size plus {FENCE:g} times the distance of the quartiles (Tukey: far out), "
+    f"from {ENOUGH_FOR_OUTLIERS} samples of a size on"
 )
 STEP_IN_TURN = "the sum of its collectives' delays"
 STEP_OVERLAPS = "the longest of its collectives' delays, which overlap"
 _MUCH_SKEW = 0.5
 """Share of the median delay from which on the wait for late ranks is said aloud."""
-Columns = Mapping[str, NDArray[Any]]
-"""Fields of the samples, in their order."""
-_IN_SECONDS = {"slowest": "slowest_s", "skew": "skew_s", "transfer": "transfer_s"}
 
 
-class SizeRow(
-    Part,
-    frozen=True,
-    kw_only=True,
-    rename={
-        "nbytes": "size",
-        "dtype": "type",
-        "algbw": "algbw_bytes_per_s",
-        "busbw": "busbw_bytes_per_s",
-        **_IN_SECONDS,
-    },
-):
-    """One size, or all of them.
+class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype": "type"}):
+    """The delays of one size, of all sizes, or of whole steps; a delay is the longest of the ranks' own times.
 
     Attributes:
         nbytes: the size; None for all together, where sizes are mixed.
         count, dtype: elements and their type; None for all together, or where one size has several types.
         per_step: collectives of this size in a step.
-        slowest: of each collective, the longest of its ranks' own times: the delay that the job sees.
-        skew: from the first rank's arrival to the last one's.
-        transfer: from the last rank's arrival until the last rank is done.
-        algbw, busbw: bytes per second, of the median transfer (all together: all bytes by all transfers, or by
+        samples: how many delays.
+        mean_s, min_s, max_s: of them.
+        p50_s: their median, with its interval.
+        p90_s, p99_s, p999_s: percentiles, by linear interpolation; None with fewer than 10, 100, 1000 samples.
+        skew_s: median, from the first rank's arrival to the last one's; None for whole steps, as are the next three.
+        transfer_s: median, from the last rank's arrival until the last rank is done.
+        algbw_bytes_per_s, busbw_bytes_per_s: of the median transfer (all together: all bytes by all transfers, or by
             those of whole steps where they overlap); None where that is 0.
         redop: the operation, as nccl-tests names it: "sum" or "none".
         wrong: elements that were not what they must be; None where they were not checked.
@@ -63,27 +55,35 @@ class SizeRow(
     count: int | None = None
     dtype: str | None = None
     per_step: int
-    slowest: Times
-    skew: Times
-    transfer: Times
-    algbw: Estimate | None
-    busbw: Estimate | None
+    samples: int
+    mean_s: float
+    min_s: float
+    max_s: float
+    p50_s: Estimate
+    p90_s: float | None
+    p99_s: float | None
+    p999_s: float | None
+    skew_s: float | None = None
+    transfer_s: Estimate | None = None
+    algbw_bytes_per_s: Estimate | None = None
+    busbw_bytes_per_s: Estimate | None = None
     redop: str
     wrong: int | None
 
 
-class RankRow(Part, frozen=True, rename={"own": "own_s"}):
+class RankRow(Part, frozen=True):
     """One rank.
 
     Attributes:
         rank: its number.
-        own: its own times, from its arrival until it is done.
+        p50_s, max_s: of its own times, from its arrival until it is done.
         slowest, latest: share of the collectives in which its own time was the longest, the shortest. Where ranks leave
             a collective together, the one with the shortest time is the one that came last.
     """
 
     rank: int
-    own: Times
+    p50_s: Estimate
+    max_s: float
     slowest: float
     latest: float
 
@@ -111,7 +111,7 @@ class Outlier(Part, frozen=True, rename={"nbytes": "size"}):
     times_median: float | None
 
 
-class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor", "step": "step_s"}):
+class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor"}):
     """What follows from the samples.
 
     Attributes:
@@ -123,7 +123,7 @@ class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor", "s
         step: what a complete step takes, see ``of_steps``; None without one.
         step_is: in words, how that follows from its collectives.
         ranks: by number.
-        cdf_band: half the height of the band around the distribution of all delays, see ``cdf``.
+        cdf_band: half the height of the band around the distribution of all delays, see ``distribution``.
         outliers: the longest first.
         notes: full sentences: what a reader should know.
         outlier_rule: from when on a collective is one.
@@ -131,14 +131,15 @@ class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor", "s
     """
 
     kind = "emulate-summary"
+    schema = 2
     written_by = "hvdkit emulate show --json"
 
     asked: EmulateAsked
     factor: float
     trials: int
-    rows: tuple[SizeRow, ...]
-    overall: SizeRow
-    step: Times | None
+    rows: tuple[TimesRow, ...]
+    overall: TimesRow
+    step: TimesRow | None
     step_is: str
     ranks: tuple[RankRow, ...]
     cdf_band: float
@@ -152,31 +153,19 @@ def bus_factor(collective: str, ranks: int) -> float:
     """busbw / algbw: how much each link carries per byte of the collective, so that busbw is the same for any n.
 
     Args:
-        collective: "allreduce", "reduce_scatter+all_gather" (an allreduce), "reduce_scatter", "all_gather",
-            "all_to_all", "broadcast" or "reduce"; other spellings with and without _ and - are understood.
+        collective: one of ``check.COLLECTIVES``; reduce-scatter and all-gather together are an allreduce.
         ranks: n, >= 1.
     Returns:
-        2 (n - 1) / n for an allreduce, (n - 1) / n where each rank keeps its own part, 1 for broadcast and reduce.
+        2 (n - 1) / n for an allreduce, (n - 1) / n for an all-to-all, 1 for a broadcast.
     Raises:
-        InvalidArgumentError: another collective, or fewer ranks than one.
+        InvalidArgumentError: another collective.
     Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    if ranks < 1:
-        raise InvalidArgumentError(f"There are {ranks} ranks; expected at least 1.")
-    name = "".join(letter for letter in collective.lower() if letter.isalpha())
     others = (ranks - 1) / ranks
-    factors = {
-        "allreduce": 2 * others,
-        "reducescatterallgather": 2 * others,
-        "reducescatter": others,
-        "allgather": others,
-        "alltoall": others,
-        "broadcast": 1.0,
-        "reduce": 1.0,
-    }
-    if name not in factors:
+    factors = {ALLREDUCE: 2 * others, REDUCE_SCATTER: 2 * others, ALL_TO_ALL: others, BROADCAST: 1.0}
+    if collective not in factors:
         raise InvalidArgumentError(f"The collective is {collective!r}; expected one of {', '.join(factors)}.")
-    return factors[name]
+    return factors[collective]
 
 
 def analyse(results: EmulateResults) -> EmulateSummary:
@@ -186,74 +175,111 @@ def analyse(results: EmulateResults) -> EmulateSummary:
         DataError: there is no sample.
         InvalidArgumentError: an unknown collective.
     """
-    samples = results.samples
+    samples, asked = results.samples, results.asked
     if not samples:
         raise DataError("Nothing was measured: there is no sample to analyse; run more trials.")
     rng = np.random.default_rng(0)
-    columns = {name: results.column(name) for name in ("nbytes", *_IN_SECONDS.values())}
-    rows = tuple(_row(results, columns, size, rng) for size in np.unique(columns["nbytes"]).tolist())
-    overall = _row(results, columns, None, rng)
-    ranks = _ranks(samples, rng)
-    steps = of_steps(results, columns["slowest_s"])
+    sizes = np.unique(results.column("nbytes")).tolist()
+    rows = tuple(_row_of(results, size, rng) for size in sizes)
+    overall = _row_of(results, None, rng)
+    steps = of_steps(results, results.column("slowest_s"))
+    own = np.array([one.ranks_s for one in samples], dtype=float)
+    slowest, latest = Counter(one.slowest_rank for one in samples), Counter(own.argmin(axis=1).tolist())
+    ranks = tuple(
+        RankRow(rank, median(one, rng), float(one.max()), slowest[rank] / len(samples), latest[rank] / len(samples))
+        for rank, one in enumerate(own.T)
+    )
     return EmulateSummary(
-        asked=results.asked,
-        factor=bus_factor(results.asked.collective, results.asked.ranks),
+        asked=asked,
+        factor=bus_factor(asked.collective, asked.ranks),
         trials=len({one.trial for one in samples}),
         rows=rows,
         overall=overall,
-        step=spread.times(steps, rng) if len(steps) else None,
-        step_is=STEP_OVERLAPS if results.asked.fusion else STEP_IN_TURN,
+        step=_times_row(results, steps, rng, per_step=1) if len(steps) else None,
+        step_is=STEP_OVERLAPS if asked.fusion else STEP_IN_TURN,
         ranks=ranks,
-        cdf_band=cdf(results).band,
-        outliers=_outliers(results, columns),
-        notes=(*map(str, results.notes), *_notes(rows, overall, ranks, results)),
+        cdf_band=band(len(steps) if asked.fusion else len(samples)),
+        outliers=tuple(sorted(_outliers(results, sizes), key=lambda one: -one.slowest_s)),
+        notes=(*map(str, results.notes), *_notes(rows, overall, ranks, checked=asked.check)),
     )
 
 
-def cdf(results: EmulateResults) -> EmpiricalDistribution:
-    """The distribution of the delays, all sizes together."""
-    slowest = results.column("slowest_s")
-    return spread.distribution(slowest, len(of_steps(results, slowest)) if results.asked.fusion else None)
+def band(independent: int) -> float:
+    """Half the height of a band that holds the true distribution everywhere at once with 95 % probability.
+
+    Args:
+        independent: samples that tell something new; at least 1 is supposed.
+    Source: the inequality of Dvoretzky, Kiefer and Wolfowitz (Annals of Mathematical Statistics 27, 1956) with the
+        constant of Massart (Annals of Probability 18, 1990): P(sup |F_n - F| > e) <= 2 exp(-2 n e^2).
+    """
+    return math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * max(1, independent)))
 
 
-def _row(results: EmulateResults, columns: Columns, size: int | None, rng: np.random.Generator) -> SizeRow:
+def _row_of(results: EmulateResults, size: int | None, rng: np.random.Generator) -> TimesRow:
     """The samples of one size; None for all together."""
     asked = results.asked
     collectives = [one for one in results.plan.collectives if size in (None, one.nbytes)]
     kinds = {(one.elements, one.dtype) for one in collectives}
     count, dtype = next(iter(kinds)) if size is not None and len(kinds) == 1 else (None, None)
-    keep = slice(None) if size is None else columns["nbytes"] == size
-    steps = of_steps(results, columns["transfer_s"]) if size is None and asked.fusion else None
-    slowest, skew, transfer = (
-        spread.times(columns[name][keep], rng, None if steps is None else len(steps)) for name in _IN_SECONDS.values()
-    )
+    sizes, transfers = results.column("nbytes"), results.column("transfer_s")
+    keep = slice(None) if size is None else sizes == size
+    steps = of_steps(results, transfers) if size is None and asked.fusion else None
+    transfer = median(transfers[keep], rng)
     if size is not None:
-        algbw = _rate(size, transfer.p50)
+        moved, seconds = size, transfer
     elif steps is not None:
-        algbw = _rate(len(steps) * results.plan.nbytes, Estimate(float(steps.sum())))
+        moved, seconds = len(steps) * results.plan.nbytes, Estimate(float(steps.sum()))
     else:
-        algbw = _rate(int(columns["nbytes"].sum()), Estimate(float(columns["transfer_s"].sum())))
-    return SizeRow(
+        moved, seconds = int(sizes.sum()), Estimate(float(transfers.sum()))
+    algbw = None
+    if seconds.value > 0:
+        low, high = (None if not end else moved / end for end in (seconds.high, seconds.low))
+        algbw = Estimate(moved / seconds.value, low, high)
+    return _times_row(
+        results,
+        results.column("slowest_s")[keep],
+        rng,
+        None if steps is None else len(steps),
         nbytes=size,
         count=count,
         dtype=dtype,
         per_step=len(collectives),
-        slowest=slowest,
-        skew=skew,
-        transfer=transfer,
-        algbw=algbw,
-        busbw=None if algbw is None else algbw.scaled(bus_factor(asked.collective, asked.ranks)),
-        redop="sum" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none",
-        wrong=0 if asked.check else None,
+        skew_s=float(np.median(results.column("skew_s")[keep])),
+        transfer_s=transfer,
+        algbw_bytes_per_s=algbw,
+        busbw_bytes_per_s=None if algbw is None else algbw.scaled(bus_factor(asked.collective, asked.ranks)),
     )
 
 
-def _rate(nbytes: int, seconds: Estimate) -> Estimate | None:
-    """Bytes per second; the interval's ends change places."""
-    if seconds.value <= 0:
-        return None
-    low, high = (None if not end else nbytes / end for end in (seconds.high, seconds.low))
-    return Estimate(nbytes / seconds.value, low, high)
+def _times_row(
+    results: EmulateResults, delays: Floats, rng: np.random.Generator, independent: int | None = None, **more: Any
+) -> TimesRow:
+    """A row of delays, at least one.
+
+    Args:
+        results: that they are of.
+        delays: in seconds.
+        rng: for the interval of the median.
+        independent: how many of them tell something new, where others repeat them; then there is no interval.
+        more: further fields.
+    """
+    enough = len(delays) if independent is None else independent
+    p90, p99, p999 = (
+        float(np.quantile(delays, share)) if enough >= least else None for share, least in PERCENTILES.values()
+    )
+    return TimesRow(
+        samples=len(delays),
+        mean_s=float(delays.mean()),
+        min_s=float(delays.min()),
+        max_s=float(delays.max()),
+        p50_s=median(delays, rng) if independent is None else Estimate(float(np.median(delays))),
+        p90_s=p90,
+        p99_s=p99,
+        p999_s=p999,
+        redop="sum" if results.asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none",
+        wrong=0 if results.asked.check else None,
+        **more,
+    )
 
 
 def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
@@ -274,61 +300,64 @@ def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
     return np.asarray(found[counts == len(results.plan.collectives)])
 
 
-def _ranks(samples: Sequence[Sample], rng: np.random.Generator) -> tuple[RankRow, ...]:
-    table = np.array([one.ranks_s for one in samples], dtype=float)
-    slowest = Counter(one.slowest_rank for one in samples)
-    latest = Counter(table.argmin(axis=1).tolist())
-    return tuple(
-        RankRow(rank, spread.times(own, rng), slowest[rank] / len(samples), latest[rank] / len(samples))
-        for rank, own in enumerate(table.T)
-    )
+def fence(values: Floats) -> float:
+    """Above it a time is an outlier: the upper quartile plus three times the distance of the quartiles.
+
+    Returns:
+        Seconds; infinity with fewer than ``ENOUGH_FOR_OUTLIERS`` samples.
+    Source: J. W. Tukey, Exploratory Data Analysis (1977), chapter 2: "far out".
+    """
+    if len(values) < ENOUGH_FOR_OUTLIERS:
+        return math.inf
+    lower, upper = np.quantile(values, [0.25, 0.75])
+    return float(upper + FENCE * (upper - lower))
 
 
-def _outliers(results: EmulateResults, columns: Columns) -> tuple[Outlier, ...]:
+def _outliers(results: EmulateResults, sizes: Sequence[int]) -> list[Outlier]:
+    """The collectives that ``RULE`` names, size by size."""
     found = []
-    for size in np.unique(columns["nbytes"]).tolist():
-        rows = np.flatnonzero(columns["nbytes"] == size)
-        delays = columns["slowest_s"][rows]
-        median = float(np.median(delays))
-        for row in rows[delays > spread.fence(delays)].tolist():
-            found.append(_outlier(results, results.samples[row], median))
-    return tuple(sorted(found, key=lambda one: -one.slowest_s))
+    all_sizes, all_delays = results.column("nbytes"), results.column("slowest_s")
+    for size in sizes:
+        rows = np.flatnonzero(all_sizes == size)
+        delays = all_delays[rows]
+        usual = float(np.median(delays))
+        for row in rows[delays > fence(delays)].tolist():
+            one = results.samples[row]
+            late = len(one.ranks_s) > 1 and one.skew_s > one.slowest_s / 2
+            found.append(
+                Outlier(
+                    trial=one.trial,
+                    index=one.index,
+                    name=results.plan.collectives[one.index].name,
+                    nbytes=one.nbytes,
+                    slowest_s=one.slowest_s,
+                    skew_s=one.skew_s,
+                    transfer_s=one.transfer_s,
+                    slowest_rank=one.slowest_rank,
+                    latest_rank=int(np.argmin(one.ranks_s)) if late else None,
+                    times_median=one.slowest_s / usual if usual > 0 else None,
+                )
+            )
+    return found
 
 
-def _outlier(results: EmulateResults, sample: Sample, median: float) -> Outlier:
-    late = len(sample.ranks_s) > 1 and sample.skew_s > sample.slowest_s / 2
-    return Outlier(
-        trial=sample.trial,
-        index=sample.index,
-        name=results.plan.collectives[sample.index].name,
-        nbytes=sample.nbytes,
-        slowest_s=sample.slowest_s,
-        skew_s=sample.skew_s,
-        transfer_s=sample.transfer_s,
-        slowest_rank=sample.slowest_rank,
-        latest_rank=int(np.argmin(sample.ranks_s)) if late else None,
-        times_median=sample.slowest_s / median if median > 0 else None,
-    )
-
-
-def _notes(rows: Sequence[SizeRow], overall: SizeRow, ranks: Sequence[RankRow], results: EmulateResults) -> list[str]:
-    """Sentences below the tables: what is left out, what the delays mostly are, what was not checked."""
+def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow], *, checked: bool) -> list[str]:
+    """Sentences below the table: what is left out, what the delays mostly are, what was not checked."""
     notes = []
-    fewest = min(row.slowest.count for row in rows)
-    missing = [name for name, least in spread.LEAST.items() if fewest < least]
+    fewest = min(row.samples for row in rows)
+    missing = [f"{name} needs {least}" for name, (_, least) in PERCENTILES.items() if fewest < least]
     if missing:
-        needs = ", ".join(f"{name} needs {spread.LEAST[name]}" for name in missing)
-        notes.append(f"Left out where a size has too few samples: {needs}; some size has {fewest}.")
-    if fewest < spread.ENOUGH_FOR_OUTLIERS:
-        notes.append(f"No outlier is looked for among fewer than {spread.ENOUGH_FOR_OUTLIERS} samples of a size.")
-    usual = overall.slowest.p50.value
-    if usual > 0 and overall.skew.p50.value > _MUCH_SKEW * usual:
+        notes.append(f"Left out where a size has too few samples: {', '.join(missing)}; some size has {fewest}.")
+    if fewest < ENOUGH_FOR_OUTLIERS:
+        notes.append(f"No outlier is looked for among fewer than {ENOUGH_FOR_OUTLIERS} samples of a size.")
+    usual, skew_s = overall.p50_s.value, overall.skew_s or 0.0
+    if usual > 0 and skew_s > _MUCH_SKEW * usual:
         latest = max(ranks, key=lambda one: one.latest)
         notes.append(
-            f"The ranks arrive {1000 * overall.skew.p50.value:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
+            f"The ranks arrive {1000 * skew_s:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
             f"most of the delay is waiting for late ranks, not transfer; rank {latest.rank} comes last most often, in "
             f"{share_text(latest.latest)}."
         )
-    if not results.asked.check:
+    if not checked:
         notes.append("The results of the collectives were not checked (--no-check).")
     return notes

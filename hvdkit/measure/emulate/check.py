@@ -8,7 +8,6 @@ that came to another place or the result of another trial are other numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,51 +40,25 @@ def storage(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def refuse(collective: str, dtype: str, ranks: int) -> None:
-    """Refuse a check that a type does not allow.
+def largest(collective: str, dtype: str, ranks: int, *, check: bool = True) -> int:
+    """The largest number that each rank may give.
 
     Raises:
-        InvalidArgumentError: so many ranks have no sums that the type holds exactly.
+        InvalidArgumentError: results are to be checked, and so many ranks have no sums that the type holds exactly.
     """
-    if _largest(collective, dtype, ranks) < 1:
+    found = EXACT[dtype] // (ranks if collective in (ALLREDUCE, REDUCE_SCATTER) else 1)
+    if check and found < 1:
         raise InvalidArgumentError(
             f"The sum over {ranks} ranks cannot be checked in {dtype}, which holds whole numbers up to "
             f"{EXACT[dtype]} only; use another type, or --no-check."
         )
-
-
-def _largest(collective: str, dtype: str, ranks: int) -> int:
-    """The largest number that each rank may give."""
-    return EXACT[dtype] // (ranks if collective in (ALLREDUCE, REDUCE_SCATTER) else 1)
+    return max(1, found)
 
 
 def split(elements: int, parts: int) -> list[int]:
     """Elements of each part of an array that is divided as evenly as can be: the first parts have one more."""
     least, more = divmod(elements, parts)
     return [least + (part < more) for part in range(parts)]
-
-
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """The first element that is not what it must be.
-
-    Attributes:
-        index: its position in this rank's result.
-        got, expected: its values, None for an element that is missing or too many.
-        count: how many elements are wrong.
-        size: elements of the result.
-    """
-
-    index: int
-    got: float | None
-    expected: float | None
-    count: int
-    size: int
-
-    def __str__(self) -> str:
-        got = "missing" if self.got is None else f"{self.got:g}"
-        expected = "no element" if self.expected is None else f"{self.expected:g}"
-        return f"element {self.index} is {got}, expected {expected} ({self.count} of {self.size} elements wrong)"
 
 
 class Values:
@@ -102,11 +75,8 @@ class Values:
     """
 
     def __init__(self, collective: str, elements: int, dtype: str, ranks: int, *, check: bool = True) -> None:
-        largest = _largest(collective, dtype, ranks)
-        if check:
-            refuse(collective, dtype, ranks)
         self._collective, self._dtype, self._ranks = collective, dtype, ranks
-        self._modulus = min(_MOST_VALUES, max(1, largest) + 1)
+        self._modulus = min(_MOST_VALUES, largest(collective, dtype, ranks, check=check) + 1)
         self._mixed = np.empty(elements, np.uint8)
         for start in range(0, elements, _BLOCK):  # positions take eight times the memory
             positions = np.arange(start, min(start + _BLOCK, elements), dtype=np.uint64)
@@ -120,31 +90,26 @@ class Values:
         """What a rank must get: shape (elements,), of an all-to-all (ranks * its share of the elements,)."""
         if self._collective == BROADCAST:
             return self.given(ROOT, trial)
+        numbers = [self._numbers(other + trial) for other in range(self._ranks)]
         if self._collective == ALL_TO_ALL:
             shares = split(len(self._mixed), self._ranks)
             start = sum(shares[:rank])
             own = self._mixed[start : start + shares[rank]]
-            return np.concatenate(
-                [self._looked_up(self._numbers(sender + trial), own) for sender in range(self._ranks)]
-            )
-        sums = np.zeros(self._modulus, dtype=np.int64)
-        for other in range(self._ranks):
-            sums += self._numbers(other + trial)
-        return self._looked_up(sums, self._mixed)
+            return np.concatenate([self._looked_up(of_sender, own) for of_sender in numbers])
+        return self._looked_up(np.sum(numbers, axis=0), self._mixed)
 
-    def wrong(self, result: NDArray[Any], rank: int, trial: int) -> Wrong | None:
-        """The first element of a rank's result that is not what it must be, None when all are right."""
+    def wrong(self, result: NDArray[Any], rank: int, trial: int) -> str | None:
+        """The first element of a rank's result that is not what it must be, in words; None when all are right."""
         expected = self.expected(rank, trial)
         if result.shape != expected.shape:
-            index = min(len(result), len(expected))
-            got, wanted = (self._number(array, index) for array in (result, expected))
-            return Wrong(index, got, wanted, abs(len(result) - len(expected)), len(expected))
+            return f"it has {len(result)} elements, expected {len(expected)}"
         differ = result != expected
         if not differ.any():
             return None
         index = int(np.argmax(differ))
         got, wanted = self._number(result, index), self._number(expected, index)
-        return Wrong(index, got, wanted, int(np.count_nonzero(differ)), len(expected))
+        count = int(np.count_nonzero(differ))
+        return f"element {index} is {got:g}, expected {wanted:g} ({count} of {len(expected)} elements wrong)"
 
     def _numbers(self, shift: int) -> NDArray[np.int64]:
         """The value at each mixed position."""
@@ -158,9 +123,7 @@ class Values:
                 table = numbers.astype(storage(self._dtype))
         return np.asarray(np.take(table, positions))
 
-    def _number(self, array: NDArray[Any], index: int) -> float | None:
-        if index >= len(array):
-            return None
+    def _number(self, array: NDArray[Any], index: int) -> float:
         if self._dtype == "bfloat16":
             return float((array[index : index + 1].astype(np.uint32) << np.uint32(16)).view(np.float32)[0])
         return float(array[index])

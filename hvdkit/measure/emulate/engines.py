@@ -1,21 +1,38 @@
-"""What carries the collectives out. Each engine has a module of its own, imported on the rank that uses it."""
+"""What carries the collectives out: Horovod, MPI, this tool's ring over MPI messages, or torch.distributed.
+
+Each engine is a ``Communicator``; its library is imported on the rank that uses it, and nowhere else.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
-from hvdkit.measure.emulate import check
-from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
-from hvdkit.measure.emulate.run_job import ReplayJob
+from hvdkit.measure.emulate import check, ring
+from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
+from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.results import EmulateAsked
+from hvdkit.steps import bootstrap, device, launchers, starting
 
+ENGINES: dict[str, tuple[str, str, str | None]] = {
+    "horovod": ("horovod", "library", None),
+    "mpi": ("mpi", "library", None),
+    "ring": ("mpi", "ring", None),
+    "torch": ("torch", "library", None),
+    "gloo": ("torch", "library", "gloo"),
+    "nccl": ("torch", "library", "nccl"),
+}
+"""Name that is typed to engine, algorithm and backend."""
 TYPES = {
     "horovod": ("float32", "float64", "float16", "int32", "int64"),
     "mpi": ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"),
@@ -28,73 +45,66 @@ _MISSING = {
     "mpi": "run \"pip install 'hvdkit[mpi]'\", with the MPI that starts the ranks loaded",
     "torch": "run \"pip install 'hvdkit[torch]'\"",
 }
+_ONE_BY_ONE = (
+    "Horovod was built for TensorFlow alone, whose tensors are given one by one outside of a graph: nothing was fused, "
+    "as with --fusion off."
+)
+_WAIT_S = 120.0
 
 
-class EngineOperation:
+@dataclass(frozen=True, slots=True)
+class CollectiveOperation:
     """One collective of the plan on this rank: loaded, started and finished once in every trial.
 
     Both what is given and what is got have one dimension and ``check.storage(dtype)``, wherever the engine keeps them.
 
-    Args:
-        given: what this rank gives, of shape (elements,).
-        got: what it gets; default: the same memory.
+    Attributes:
+        load: takes what this rank gives; outside of the time that is measured.
+        start: gives it to the engine, and may return before anything is done; its value is what ``finish`` takes.
+        finish: returns what this rank got, when it has it.
+        as_array: what ``finish`` returned, as an array; outside of the time that is measured.
     """
 
-    def __init__(self, given: Any, got: Any = None) -> None:
-        self.given, self.got = given, given if got is None else got
-
-    def load(self, values: NDArray[Any]) -> None:
-        """Take what this rank gives; outside of the time that is measured."""
-        self.given[:] = values
-
-    def start(self) -> None:
-        """Give it to the engine, which may return before anything is done; nothing where operations block."""
-
-    def finish(self) -> None:
-        """Return when this rank has its result."""
-        raise NotImplementedError
-
-    def result(self) -> NDArray[Any]:
-        """What this rank got; outside of the time that is measured."""
-        return np.asarray(self.got)
+    load: Callable[[NDArray[Any]], object]
+    start: Callable[[], Any]
+    finish: Callable[[Any], Any]
+    as_array: Callable[[Any], NDArray[Any]] = np.asarray
 
 
-@dataclass
-class Engine:
+class Communicator:
     """A connection to all ranks.
 
     Attributes:
         rank, size: of this process in the job.
-        operation: of a place in the plan, a collective, elements and their type: what carries it out; asked for in the
-            same order on every rank.
-        barrier: returns when all ranks have called it.
-        close: parts from the others; nothing can be done afterwards.
         overlaps: all operations of a step are started before the first one is finished.
         notes: what a reader of the numbers should know, full sentences.
     """
 
     rank: int
     size: int
-    operation: Callable[[int, str, int, str], EngineOperation]
-    barrier: Callable[[], object]
-    close: Callable[[], object]
-    overlaps: bool = False
+    overlaps = False
     notes: tuple[str, ...] = ()
 
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:
+        """What carries out the collective at a place in the plan; asked for in the same order on every rank."""
+        raise NotImplementedError
 
-def refuse(job: ReplayJob) -> None:
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave the others; nothing can be done afterwards."""
+        raise NotImplementedError
+
+
+def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
     """Refuse what the engine cannot do whatever the ranks are, before any is started.
 
     Raises:
-        InvalidArgumentError: a ring of all-to-alls, another engine's algorithm, a type that it does not take, or one
-            whose sums over so many ranks cannot be checked.
+        InvalidArgumentError: a ring of all-to-alls, a type that the engine does not take, or one whose sums over so
+            many ranks cannot be checked.
     """
-    asked = job.asked
-    if asked.algorithm == "ring" and asked.engine != "mpi":
-        raise InvalidArgumentError(
-            f"--algorithm ring is this tool's own ring over MPI messages, got --engine {asked.engine}; use --engine "
-            "ring, or --algorithm library."
-        )
     if asked.algorithm == "ring" and asked.collective == ALL_TO_ALL:
         raise InvalidArgumentError(
             "An all-to-all over a ring would send every block through all the ranks between; use --engine mpi, or "
@@ -102,7 +112,7 @@ def refuse(job: ReplayJob) -> None:
         )
     by = "ring" if asked.algorithm == "ring" else asked.engine
     known = TYPES[by]
-    for one in job.plan.collectives:
+    for one in plan.collectives:
         if one.dtype not in known:
             others = [name for name, types in TYPES.items() if one.dtype in types]
             does = "cannot add" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "does not carry here"
@@ -110,27 +120,282 @@ def refuse(job: ReplayJob) -> None:
                 f"{one.name!r} is {one.dtype}, which --engine {by} {does}; use --engine {' or '.join(others)}, or one "
                 f"of {', '.join(known)}."
             )
-        if asked.check:
-            check.refuse(asked.collective, one.dtype, asked.ranks)
+        check.largest(asked.collective, one.dtype, asked.ranks, check=asked.check)
 
 
-def connect(job: ReplayJob) -> Engine:
+def connect(asked: EmulateAsked, folder: Path) -> Communicator:
     """Connect this rank to the others; a collective.
 
+    Args:
+        asked: names the engine.
+        folder: that all ranks share, where those of torch.distributed meet.
     Raises:
         MissingFrameworkError: the engine's package is not installed here.
         LauncherError: the engine sees other ranks than were started.
+        InvalidArgumentError: NCCL is asked for, and PyTorch sees no GPU for this rank.
     """
-    name, ranks = job.asked.engine, job.asked.ranks
+    name = asked.engine
     try:
-        engine: Engine = importlib.import_module(f"hvdkit.measure.emulate.engines_{name}").connect(job)
+        if name == "horovod":
+            found: Communicator = _horovod(asked)
+        elif name == "mpi":
+            found = MpiCommunicator(asked)
+        else:
+            found = TorchCommunicator(asked, folder)
+    except MissingFrameworkError:
+        raise
     except ImportError as error:
-        if isinstance(error, MissingFrameworkError):
-            raise
         raise MissingFrameworkError(f"--engine {name} cannot be used here ({error}); {_MISSING[name]}.") from error
-    if engine.size != ranks:
+    if found.size != asked.ranks:
         raise LauncherError(
-            f"{ranks} ranks were started, and --engine {name} sees {engine.size} (process {os.getpid()}): "
+            f"{asked.ranks} ranks were started, and --engine {name} sees {found.size} (process {os.getpid()}): "
             "the launcher belongs to another MPI; run 'hvdkit doctor', or choose another --launcher."
         )
-    return engine
+    return found
+
+
+# Horovod
+
+
+def _horovod(asked: EmulateAsked) -> Communicator:
+    """Horovod on tensors in main memory: through its PyTorch binding, or TensorFlow's where only that is built."""
+    reasons = []
+    for kind, binding, framework in (
+        (HorovodCommunicator, "horovod.torch", "torch"),
+        (TensorFlowCommunicator, "horovod.tensorflow", "tensorflow"),
+    ):
+        try:
+            hvd, imported = importlib.import_module(binding), importlib.import_module(framework)
+        except Exception as error:  # a binding that was not built, or that does not load
+            reasons.append(str(error).partition("\n")[0])
+            continue
+        return kind(asked, hvd, imported)
+    raise ImportError(f"Horovod cannot be loaded: {'; '.join(reasons)}")
+
+
+class HorovodCommunicator(Communicator):
+    """Horovod, started as a training would. With fusion all tensors of a step are given before the first is waited for.
+
+    Each tensor has one name, by which Horovod knows it again in the next trial.
+    """
+
+    def __init__(self, asked: EmulateAsked, hvd: Any, framework: Any) -> None:
+        self.hvd, self.framework = hvd, framework
+        world = starting.start(hvd, os.environ)
+        self.rank, self.size, self.overlaps = world.rank, world.size, asked.fusion
+
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:
+        hvd, name = self.hvd, f"hvdkit.emulate.{index}"
+        given = np.empty(elements, storage(dtype))
+        tensor = self.framework.from_numpy(given)
+        splits = self.framework.tensor(split(elements, self.size), dtype=self.framework.int32)
+        starts = {
+            ALLREDUCE: lambda: hvd.allreduce_async_(tensor, op=hvd.Sum, name=name),
+            REDUCE_SCATTER: lambda: hvd.reducescatter_async(tensor, op=hvd.Sum, name=name),
+            BROADCAST: lambda: hvd.broadcast_async_(tensor, ROOT, name=name),
+            ALL_TO_ALL: lambda: hvd.alltoall_async(tensor, splits, name=name),
+        }
+
+        def finish(handle: Any) -> Any:
+            output = hvd.synchronize(handle)
+            if collective == REDUCE_SCATTER:
+                output = hvd.synchronize(hvd.allgather_async(output, name=f"{name}.gather"))
+            return output[0] if isinstance(output, tuple) else output
+
+        return CollectiveOperation(lambda values: np.copyto(given, values), starts[collective], finish)
+
+    def barrier(self) -> None:
+        self.hvd.barrier()
+
+    def close(self) -> None:
+        self.hvd.shutdown()
+
+
+class TensorFlowCommunicator(HorovodCommunicator):
+    """Horovod through TensorFlow's binding, which works eagerly: one tensor after the other."""
+
+    def __init__(self, asked: EmulateAsked, hvd: Any, framework: Any) -> None:
+        super().__init__(asked, hvd, framework)
+        self.overlaps, self.notes = False, (_ONE_BY_ONE,) if asked.fusion else ()
+
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
+        hvd, name = self.hvd, f"hvdkit.emulate.{index}"
+        splits = self.framework.constant(split(elements, self.size), dtype=self.framework.int32)
+        given: list[Any] = []
+
+        def load(values: NDArray[Any]) -> None:
+            given[:] = [self.framework.constant(values)]
+
+        def finish(_: Any) -> Any:
+            if collective == ALLREDUCE:
+                return hvd.allreduce(*given, op=hvd.Sum, name=name)
+            if collective == REDUCE_SCATTER:
+                return hvd.allgather(hvd.reducescatter(*given, op=hvd.Sum, name=name), name=f"{name}.gather")
+            if collective == BROADCAST:
+                return hvd.broadcast(*given, ROOT, name=name)
+            output = hvd.alltoall(*given, splits, name=name)
+            return output[0] if isinstance(output, tuple | list) else output
+
+        return CollectiveOperation(load, lambda: None, finish)
+
+    def barrier(self) -> None:
+        """That binding has none, and nobody leaves an allreduce before all have come."""
+        self.hvd.allreduce(self.framework.constant(0), op=self.hvd.Sum, name="hvdkit.emulate.barrier")
+
+
+# MPI
+
+
+class MpiCommunicator(Communicator):
+    """All ranks of MPI_COMM_WORLD, without MPI's locks: one thread of this process uses it."""
+
+    def __init__(self, asked: EmulateAsked) -> None:
+        importlib.import_module("mpi4py").rc.thread_level = "single"
+        self.library: Any = importlib.import_module("mpi4py.MPI")
+        self.comm = self.library.COMM_WORLD
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.by_ring = asked.algorithm == "ring"
+
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
+        comm, given = self.comm, np.empty(elements, storage(dtype))
+
+        def load(values: NDArray[Any]) -> None:
+            given[:] = values
+
+        if self.by_ring:
+            # messages are bytes, whatever the type of the elements
+            transport = ring.RingTransport(
+                self.rank,
+                self.size,
+                send=lambda part, to: comm.Isend(part.view(np.uint8), to).Wait,
+                receive=lambda part, source: comm.Irecv(part.view(np.uint8), source).Wait,
+            )
+
+            def by_ring(_: Any) -> NDArray[Any]:
+                if collective == ALLREDUCE:
+                    ring.allreduce(transport, given)
+                elif collective == REDUCE_SCATTER:
+                    ring.reduce_scatter(transport, given)
+                    ring.all_gather(transport, given)
+                else:
+                    ring.broadcast(transport, given)
+                return given
+
+            return CollectiveOperation(load, lambda: None, by_ring)
+
+        shares = split(elements, self.size)
+        received = [shares[self.rank]] * self.size
+        own = np.empty(shares[self.rank], given.dtype)
+        got = np.empty(sum(received) if collective == ALL_TO_ALL else elements, given.dtype)
+
+        def by_library(_: Any) -> NDArray[Any]:
+            if collective == ALLREDUCE:
+                comm.Allreduce(self.library.IN_PLACE, given)
+                return given
+            if collective == BROADCAST:
+                comm.Bcast(given, root=ROOT)
+                return given
+            if collective == REDUCE_SCATTER:
+                comm.Reduce_scatter(given, own, recvcounts=shares)
+                comm.Allgatherv(own, [got, shares])
+            else:
+                comm.Alltoallv([given, shares], [got, received])
+            return got
+
+        return CollectiveOperation(load, lambda: None, by_library)
+
+    def barrier(self) -> None:
+        self.comm.Barrier()
+
+    def close(self) -> None:
+        self.library.Finalize()
+
+
+# torch.distributed
+
+
+class TorchCommunicator(Communicator):
+    """torch.distributed: Gloo on tensors in main memory, NCCL on GPUs. The ranks meet at a file."""
+
+    def __init__(self, asked: EmulateAsked, folder: Path) -> None:
+        self.torch: Any = importlib.import_module("torch")
+        self.distributed: Any = importlib.import_module("torch.distributed")
+        launched = launchers.detect(os.environ)
+        if launched is None and asked.ranks > 1:
+            raise LauncherError(f"No launcher known here started this rank; known are {', '.join(launchers.KNOWN)}.")
+        self.rank, self.size = launched.rank if launched is not None else 0, asked.ranks
+        visible = self.torch.cuda.device_count() if self.torch.cuda.is_available() else 0
+        backend = asked.backend or ("nccl" if visible else "gloo")
+        self.place, self.notes = "cuda" if backend == "nccl" else "cpu", (f"torch.distributed used {backend}.",)
+        if backend == "nccl":
+            if not visible:
+                raise InvalidArgumentError("NCCL needs a GPU for each rank, and PyTorch sees none; use --engine gloo.")
+            local = launched.local_rank if launched is not None and launched.local_rank is not None else self.rank
+            self.torch.cuda.set_device(device.device_index(local, visible))
+        wait = timedelta(seconds=_WAIT_S)
+        store = self.distributed.FileStore(str(folder / "store"), self.size)
+        store.set_timeout(wait)
+        if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = self._interface(store)
+        self.distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=wait)
+
+    def _interface(self, store: Any) -> str:
+        """The network interface on which this rank reaches the others: Gloo's own guess is that of the host's name."""
+        store.set(f"host{self.rank}", socket.gethostname())
+        names = [store.get(f"host{other}").decode() for other in range(self.size)]
+        elsewhere = next((name for name in names if name != names[self.rank]), None)
+        if elsewhere is None:
+            return "lo"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # sends nothing; the kernel chooses the way
+            return bootstrap.interface_of(probe.getsockname()[0])
+
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
+        torch, distributed, bfloat16 = self.torch, self.distributed, dtype == "bfloat16"
+
+        def as_tensor(array: NDArray[Any]) -> Any:
+            tensor = torch.from_numpy(array.view(np.int16) if bfloat16 else array)
+            return (tensor.view(torch.bfloat16) if bfloat16 else tensor).to(self.place)
+
+        def wait() -> None:
+            if self.place == "cuda":
+                torch.cuda.synchronize()
+
+        shares = split(elements, self.size)
+        received = [shares[self.rank]] * self.size
+        # a reduce-scatter has equal parts, the last one filled up with 0
+        padded = -(-elements // self.size) * self.size if collective == REDUCE_SCATTER else elements
+        given = as_tensor(np.zeros(padded, storage(dtype)))
+        own = given[: padded // self.size].clone()
+        got = as_tensor(np.zeros(sum(received) if collective == ALL_TO_ALL else padded, storage(dtype)))
+
+        def load(values: NDArray[Any]) -> None:
+            given[:elements] = as_tensor(values)
+            wait()
+
+        def finish(_: Any) -> Any:
+            if collective == ALLREDUCE:
+                distributed.all_reduce(given)
+            elif collective == BROADCAST:
+                distributed.broadcast(given, ROOT)
+            elif collective == REDUCE_SCATTER:
+                distributed.reduce_scatter_tensor(own, given)
+                distributed.all_gather_into_tensor(got, own)
+            else:
+                distributed.all_to_all_single(got, given, received, shares)
+            wait()
+            return given if collective in (ALLREDUCE, BROADCAST) else got
+
+        def as_array(output: Any) -> NDArray[Any]:
+            output = output.cpu()
+            array = np.asarray((output.view(torch.int16) if bfloat16 else output).numpy())
+            array = array.view(np.uint16) if bfloat16 else array
+            return array if collective == ALL_TO_ALL else array[:elements]
+
+        return CollectiveOperation(load, lambda: None, finish, as_array)
+
+    def barrier(self) -> None:
+        self.distributed.barrier()
+
+    def close(self) -> None:
+        self.distributed.destroy_process_group()

@@ -1,19 +1,47 @@
-"""What is replayed: the collectives of one training step, in order, and how many steps."""
+"""What is replayed: the collectives of one training step, in order, and how many steps; and where these are from."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
-from msgspec.structs import force_setattr
+import msgspec
+import numpy as np
+from msgspec.structs import force_setattr, replace
 
-from hvdkit.common.json_files import Document, Part
-from hvdkit.common.units import ITEM_SIZES
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
+from hvdkit.common.units import ITEM_SIZES, printable
+from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.measure.model_factory import ask
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"]
+LAYERS, REPLAY = "layers", "replay"
+FRAMEWORKS = ("auto", "torch", "keras", "tensorflow")
+PER = ("parameter", "layer")
 TRIALS = 20
 """Steps when nothing says how many."""
-_MOST_BYTES = 1 << 50
+SOURCES = {
+    "sizes": "--sizes",
+    "begin": "--begin",
+    "model": "--model",
+    "timeline": "--timeline",
+    "plan_file": "--plan",
+}
+"""Where the collectives can come from: the name of the option's value, and the option."""
+_BELONGS = {
+    "framework": ("model",),
+    "per": ("model",),
+    "input_shape": ("model",),
+    "dtype": ("sizes", "begin"),
+    "order": ("sizes",),
+    "end": ("begin",),
+    "factor": ("begin",),
+}
+"""Options that say more about a source, and the sources that they are for."""
 
 
 class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
@@ -21,34 +49,22 @@ class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
 
     Attributes:
         name: of the tensor or of the layer.
-        elements: how many numbers it holds, >= 1.
+        elements: how many numbers it holds.
         dtype: their type, one of ``DTYPES``.
-        gap_s: seconds of computation before it, >= 0.
+        gap_s: seconds of computation before it.
         nbytes: its size, which follows from the others; 0 where it is not given.
     Raises:
-        InvalidArgumentError: a value that cannot be right.
+        InvalidArgumentError: an unknown type, or a size that is not that of the elements.
     """
 
     name: str
-    elements: int
+    elements: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
     dtype: str = "float32"
-    gap_s: float = 0.0
-    nbytes: int = 0
+    gap_s: Seconds = 0.0
+    nbytes: Whole = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise InvalidArgumentError(
-                f"The type of {self.name!r} is {self.dtype!r}; expected one of {', '.join(DTYPES)}."
-            )
-        found = self.elements * ITEM_SIZES[self.dtype]
-        if not 1 <= found <= _MOST_BYTES:
-            raise InvalidArgumentError(
-                f"{self.name!r} has {self.elements!r} elements; expected a whole number from 1 to what memory holds."
-            )
-        if not 0 <= self.gap_s < math.inf:
-            raise InvalidArgumentError(
-                f"The gap before {self.name!r} is {self.gap_s!r} s; expected a finite number of at least 0."
-            )
+        found = self.elements * item_size(self.dtype, self.name)
         if self.nbytes not in (0, found):
             raise InvalidArgumentError(
                 f"{self.name!r} has {self.elements} elements of {self.dtype}, which are {found} bytes, not "
@@ -62,42 +78,38 @@ class ReplayPlan(Document, frozen=True, rename={"nbytes": "bytes"}):
 
     Attributes:
         collectives: of one step, in the order in which they are replayed: as backward produces them, last layer first.
-        trials: how many steps, >= 1.
+        trials: how many steps.
         source: where the sizes and their order are from, in words.
         samples, batch_size, epochs, batch_count: how ``trials`` was found; None where it was given as a number.
             ``batch_count`` is samples / batch_size, rounded up, and ``trials`` is batch_count * epochs.
         nbytes: of one step, which follows from the collectives.
-    Raises:
-        InvalidArgumentError: no collective, or values that cannot be right, or not together.
     """
 
     kind = "emulate-plan"
     written_by = "hvdkit emulate sizes"
 
-    collectives: tuple[Collective, ...]
-    trials: int = TRIALS
+    collectives: Annotated[tuple[Collective, ...], msgspec.Meta(min_length=1)]
+    trials: Positive = TRIALS
     source: str = ""
-    samples: int | None = None
-    batch_size: int | None = None
-    epochs: int | None = None
-    batch_count: int | None = None
-    nbytes: int = 0
+    samples: Positive | None = None
+    batch_size: Positive | None = None
+    epochs: Positive | None = None
+    batch_count: Positive | None = None
+    nbytes: Whole = 0
 
     def __post_init__(self) -> None:
-        if not self.collectives:
-            raise InvalidArgumentError("The plan has no collective; expected at least one size above 0 bytes.")
-        for name in ("trials", "samples", "batch_size", "epochs", "batch_count"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidArgumentError(f"{name} is {value!r}; expected a whole number of at least 1.")
-        if self.samples is not None and self.batch_size is not None and self.epochs is not None:
-            found = batches(self.samples, self.batch_size)
-            if self.batch_count != found or self.trials != found * self.epochs:
-                raise InvalidArgumentError(
-                    f"{self.samples} samples in batches of {self.batch_size} are {found} batches, {self.epochs} times; "
-                    f"it says batch_count {self.batch_count} and trials {self.trials}."
-                )
         force_setattr(self, "nbytes", sum(one.nbytes for one in self.collectives))
+
+
+def item_size(dtype: str, name: str) -> int:
+    """Bytes of an element of a type; ``name``: whose type it is.
+
+    Raises:
+        InvalidArgumentError: none of ``DTYPES``.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"The type of {name!r} is {dtype!r}; expected one of {', '.join(DTYPES)}.")
+    return ITEM_SIZES[dtype]
 
 
 def elements_of(nbytes: int, dtype: str, name: str) -> int:
@@ -106,9 +118,7 @@ def elements_of(nbytes: int, dtype: str, name: str) -> int:
     Raises:
         InvalidArgumentError: an unknown type, or not a whole number of elements above 0.
     """
-    if dtype not in DTYPES:
-        raise InvalidArgumentError(f"The type of {name!r} is {dtype!r}; expected one of {', '.join(DTYPES)}.")
-    item = ITEM_SIZES[dtype]
+    item = item_size(dtype, name)
     if nbytes < 1 or nbytes % item:
         raise InvalidArgumentError(
             f"The size of {name!r} is {nbytes} bytes; expected a multiple above 0 of the {item} bytes of a {dtype}, "
@@ -117,11 +127,176 @@ def elements_of(nbytes: int, dtype: str, name: str) -> int:
     return nbytes // item
 
 
-def batches(samples: int, batch_size: int) -> int:
-    """Steps of one epoch: the last batch counts although it is smaller, as ``len(DataLoader)`` counts it.
+def plan_of(**options: Any) -> ReplayPlan:
+    """The plan that options ask for.
 
     Args:
-        samples: of the data set, >= 1.
-        batch_size: samples of one step, all ranks together, >= 1.
+        options: of ``cli.PLAN_OPTIONS``, by name; None where one is not given.
+    Raises:
+        InvalidArgumentError: options that do not go together, or a value that cannot be right.
+        DataError: a file that cannot be used.
     """
-    return -(-samples // batch_size)
+    wanted = {name: value for name, value in options.items() if value is not None}
+    source = _source(wanted)
+    if source == "plan_file":
+        plan = json_files.read(wanted["plan_file"], ReplayPlan)
+    else:
+        if source == "timeline":
+            collectives, words = of_timeline(wanted["timeline"])
+        elif source == "model":
+            about = {name: wanted[name] for name in ("framework", "per", "input_shape") if name in wanted}
+            collectives, words = of_model(wanted["model"], **about)
+        else:
+            collectives, words = _of_sizes(wanted, source)
+        plan = ReplayPlan(collectives, source=words)
+    if "gap_ms" in wanted:
+        gap_s = wanted["gap_ms"] / 1000
+        plan = replace(plan, collectives=tuple(replace(one, gap_s=gap_s) for one in plan.collectives))
+    return _with_trials(plan, wanted)
+
+
+def _source(wanted: Mapping[str, Any]) -> str:
+    """The one option that says the sizes; options that would do nothing beside it are refused."""
+    found = [name for name in SOURCES if name in wanted]
+    if not found and "end" in wanted:
+        raise InvalidArgumentError("--end is given without --begin; give both, such as --begin 8 --end 128M.")
+    if len(found) != 1:
+        what = "none is given" if not found else f"{' and '.join(SOURCES[name] for name in found)} are given"
+        raise InvalidArgumentError(
+            f"The sizes come from one of {', '.join(SOURCES.values())}; {what}. Give one, such as --sizes 4096,1024."
+        )
+    for name, sources in _BELONGS.items():
+        if name in wanted and found[0] not in sources:
+            option, belongs = f"--{name.replace('_', '-')}", " or ".join(SOURCES[one] for one in sources)
+            raise InvalidArgumentError(
+                f"{option} is given with {SOURCES[found[0]]}, which it says nothing about; {option} is for {belongs}."
+            )
+    return found[0]
+
+
+def _of_sizes(wanted: Mapping[str, Any], source: str) -> tuple[tuple[Collective, ...], str]:
+    """The collectives of ``--sizes``, or of ``--begin`` and what belongs to it (nccl-tests, options -b, -e and -f)."""
+    sizes = [wanted[source]] if source == "begin" else wanted["sizes"]
+    if source == "begin":
+        if "end" not in wanted:
+            raise InvalidArgumentError("--begin is given without --end; give both, such as --begin 8 --end 128M.")
+        if wanted["end"] < wanted["begin"]:
+            raise InvalidArgumentError(
+                f"--begin is {wanted['begin']} bytes and --end {wanted['end']}; expected an end that is no less."
+            )
+        factor = wanted.get("factor", 2)
+        while sizes[-1] * factor <= wanted["end"]:
+            sizes.append(sizes[-1] * factor)
+    dtype = wanted.get("dtype", "float32")
+    named = [(f"layer{number}", size) for number, size in enumerate(sizes, start=1)]
+    found = tuple(Collective(name, elements_of(size, dtype, name), dtype) for name, size in named)
+    if source == "begin":
+        return found, "sizes from the least to the greatest"
+    if wanted.get("order", LAYERS) == LAYERS:
+        return found[::-1], "a list of sizes, layers from the first to the last, replayed from the last to the first"
+    return found, "a list of sizes, in the order of the list"
+
+
+def _with_trials(plan: ReplayPlan, wanted: Mapping[str, Any]) -> ReplayPlan:
+    """The plan with the number of steps that ``--trials``, or ``--samples`` and what belongs to it, ask for."""
+    counted = [name for name in ("samples", "batch_size", "epochs") if name in wanted]
+    if "trials" in wanted:
+        if counted:
+            raise InvalidArgumentError(
+                "--trials is given and --samples, --batch-size or --epochs too, which give the trials; choose one."
+            )
+        return replace(plan, trials=wanted["trials"], samples=None, batch_size=None, epochs=None, batch_count=None)
+    if not counted:
+        return plan
+    if "samples" not in wanted or "batch_size" not in wanted:
+        raise InvalidArgumentError("The trials follow from --samples and --batch-size (and --epochs); give both.")
+    samples, batch_size, epochs = wanted["samples"], wanted["batch_size"], wanted.get("epochs", 1)
+    count = -(-samples // batch_size)  # the last partial batch is a step, as len(DataLoader) counts
+    about = {"samples": samples, "batch_size": batch_size, "epochs": epochs, "batch_count": count}
+    return replace(plan, trials=count * epochs, **about)
+
+
+def of_model(
+    factory: str, *, framework: str = "auto", per: str = "parameter", input_shape: Sequence[int] | None = None
+) -> tuple[tuple[Collective, ...], str]:
+    """The gradients of a model, in the order in which they are ready, and in words how that order was found.
+
+    The model is made in a process of its own (``model_sizes``), so that no framework is loaded here and whatever the
+    user's module does stays there.
+
+    Args:
+        factory: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``. FACTORY is called without arguments (a model is taken as it
+            is) and returns a model, or ``(model, inputs)``, or ``(model, inputs, loss)``: inputs is one tensor, a tuple
+            or list of them, or a dict of keyword arguments; loss a function of the model's output.
+        framework: of ``FRAMEWORKS``; "auto" finds out.
+        per: one collective per "parameter", or one per "layer" (the parameters of one module together).
+        input_shape: of one input of float32 zeros, batch first, where FACTORY gives none.
+    Raises:
+        InvalidArgumentError: FACTORY cannot be found, fails, or gives no model.
+        DataError: the process that makes the model ended without an answer.
+    """
+    process = "hvdkit.measure.emulate.model_sizes"
+    answer = ask(process, factory, framework=framework, per=per, input_shape=input_shape)
+    name = factory.rpartition(":")[2]
+    collectives = tuple(Collective(one["name"], one["elements"], one["dtype"]) for one in answer["gradients"])
+    return collectives, f"model {name} ({answer['framework']}), per {per}, {answer['order']}"
+
+
+def of_timeline(path: Path) -> tuple[tuple[Collective, ...], str]:
+    """The tensors that a step reduces, in the order in which the ranks announced them, and in words what they are.
+
+    A tensor's place is the median of its places in all steps. The gap before it is the median time from the
+    announcement of the tensor before it to its own; before the first one, from the end of the previous step's last
+    operation. So a gap is time in which the training computed. The first step, which starts up, does not count for
+    gaps.
+
+    Args:
+        path: a file that HOROVOD_TIMELINE named.
+    Raises:
+        DataError: it cannot be read, holds no reduction, or says no sizes.
+    """
+    from hvdkit.read.timeline.columns import collect
+    from hvdkit.read.timeline.reader import read
+    from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
+
+    columns = collect(read(path))
+    numbers, in_steps = find_steps(columns)
+    if in_steps.any():
+        rows = np.flatnonzero(in_steps)
+        steps = np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1)
+        words = f"of {len(steps)} recorded steps"
+    else:
+        reduced = [number for number, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS]
+        rows = np.flatnonzero(np.isin(columns.tensor, reduced))
+        _, first = np.unique(columns.tensor[rows], return_index=True)
+        steps = [rows[np.sort(first)]] if len(rows) else []
+        words = "without steps (no tensor is reduced three times), each tensor once, without gaps"
+    if not steps:
+        raise CorruptDataError(
+            f"{str(path)!r} holds no reduction; expected a file that HOROVOD_TIMELINE named, of a job that trained."
+        )
+    places: dict[int, list[int]] = {}
+    for rows in steps:
+        for place, number in enumerate(columns.tensor[rows].tolist()):
+            places.setdefault(number, []).append(place)
+    gaps: dict[int, list[float]] = {}
+    for before, rows in itertools.pairwise(steps):
+        previous = float(columns.end[before].max())
+        for row in rows.tolist():
+            begin = float(columns.begin[row])
+            gaps.setdefault(int(columns.tensor[row]), []).append(max(0.0, begin - previous))
+            previous = begin
+    found = []
+    for number in sorted(places, key=lambda number: (float(np.median(places[number])), number)):
+        tensor = columns.tensors[number]
+        elements = 0 if tensor.shape is None or tensor.dtype not in DTYPES else math.prod(tensor.shape)
+        if elements:
+            gap_s = float(np.median(gaps.get(number, [0.0]))) / 1e6
+            found.append(Collective(printable(tensor.name), elements, tensor.dtype, gap_s))
+    if not found:
+        raise CorruptDataError(
+            f"{str(path)!r} says no size of a reduced tensor; expected dtype and shape in its events."
+        )
+    if len(found) < len(places):
+        words += f"; {len(places) - len(found)} tensors without a known type and shape are left out"
+    return tuple(found), f"timeline {path.name}, {words}, in the order of their announcement"

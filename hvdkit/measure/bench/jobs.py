@@ -1,4 +1,4 @@
-"""Which job runs next, and what becomes of it."""
+"""The jobs of a measurement: which one runs next, how it runs, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from hvdkit.common.units import ranks_text
 from hvdkit.errors import DataError, LaunchError
-from hvdkit.measure.bench.accounting import Accounting, account
 from hvdkit.measure.bench.measurement import JobSteps, measure
-from hvdkit.measure.bench.results import MeasuredJob, Recorded, ScalingResults, measurable
+from hvdkit.measure.bench.results import MeasuredJob, ScalingResults, measurable
 from hvdkit.measure.bench.subject import ScalingAsked
 from hvdkit.run.trials.here import DEFAULT
 from hvdkit.run.trials.jobs import Launch, TrialJob
@@ -23,12 +21,8 @@ from hvdkit.steps import step_files, step_times
 
 Run = Callable[[int], tuple[TrialJob, JobSteps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
-Record = Callable[[int], tuple[TrialJob, Accounting | None]]
-"""Runs the job on so many ranks with Horovod's timeline; the accounting is None where the job failed."""
 Say = Callable[[str], None]
 """Is told a sentence that a user should know."""
-T = TypeVar("T")
-_TIMELINE = "timeline.json"
 _WITHOUT_STEPS = (
     "COMMAND records no steps: the seconds of its closing line count, start-up and evaluation with them; write `for x, "
     "y in hk.record_steps(loader)` (Keras: the callback hk.RecordSteps()) to measure the steps"
@@ -63,42 +57,15 @@ class Jobs:
         Raises:
             KeyboardInterrupt: by Ctrl-C; the job was ended.
         """
-
-        def read(folder: Path, started: float) -> JobSteps | None:
-            times = step_files.read(folder)
-            return measure(times, ranks, started, self.warmup_steps) if times else None
-
-        return self._run(ranks, read)
-
-    def recorded(self, ranks: int) -> tuple[TrialJob, Accounting | None]:
-        """Run one more job, and have Horovod record its timeline.
-
-        Raises:
-            KeyboardInterrupt: by Ctrl-C; the job was ended.
-        """
-
-        def read(folder: Path, started: float) -> Accounting:
-            times = step_files.read(folder)
-            if not times:
-                raise DataError("did not record its steps (record_steps of the adapters)")
-            measure(times, ranks, started, self.warmup_steps)
-            return account(times, folder / _TIMELINE, self.warmup_steps)
-
-        return self._run(ranks, read, timeline=True)
-
-    def _run(
-        self, ranks: int, read: Callable[[Path, float], T | None], *, timeline: bool = False
-    ) -> tuple[TrialJob, T | None]:
-        """Run a job; ``read`` makes something of its folder and of when it started, or says by a DataError why not."""
         with tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-") as name:
             folder, started = Path(name).absolute(), time.time()
-            more = ("--timeline", str(folder / _TIMELINE)) if timeline else ()
-            options = (*self.options(ranks), "--env", f"{step_times.VARIABLE}={folder}", *more)
+            options = (*self.options(ranks), "--env", f"{step_times.VARIABLE}={folder}")
             job = Launch(ranks, self.command, options)(DEFAULT, self.timeout_s)
             if job.failure is not None:
                 return job, None
             try:
-                return job, read(folder, started)
+                times = step_files.read(folder)
+                return job, measure(times, ranks, started, self.warmup_steps) if times else None
             except DataError as error:
                 return TrialJob(job.wall_s, job.closing_s, str(error)), None
 
@@ -142,29 +109,3 @@ def go(run: Run, results: ScalingResults, keep: Callable[[], None], say: Say) ->
             say(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
         if len(results.jobs) == len(results.asked.ranks) and not results.counted():
             raise LaunchError("Every job of the first round failed, so that nothing can be compared.")
-
-
-def record(run: Record, results: ScalingResults, keep: Callable[[], None], say: Say) -> None:
-    """Run one more job with Horovod's timeline on each number of ranks above 1 that has none yet.
-
-    On one rank nothing is exchanged. Numbers of ranks at which no job counts are left out, and a recording that failed
-    is tried again.
-
-    Args:
-        run: runs one job.
-        results: the recordings are added.
-        keep: is called after every job.
-        say: is told what happens.
-    """
-    counted = {job.ranks for job in results.counted()}
-    results.recordings[:] = [one for one in results.recordings if one.failure is None]
-    done = {one.ranks for one in results.recordings}
-    for ranks in results.asked.ranks:
-        if ranks < 2 or ranks in done or ranks not in counted:
-            continue
-        say(f"one more job on {ranks} ranks, with Horovod's timeline; it enters no measurement")
-        job, found = run(ranks)
-        results.recordings.append(Recorded(ranks, job.wall_s, found, job.failure))
-        keep()
-        if job.failure is not None:
-            say(f"the job with a timeline on {ranks} ranks is left out: it {job.failure}")

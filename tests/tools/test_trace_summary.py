@@ -35,8 +35,6 @@ def test_ddp_on_cpus(tmp_path):
         found.times, window=100, data=10, exposed_data=10, computation=59, communication=30, overlapped=9, exposed=21,
         other=10, copies=0,
     )  # fmt: skip
-    assert [(one.name, one.calls) for one in found.communications] == [("gloo:all_reduce", 1)], "c10d's call starts it"
-    check(found.communications[0], covered_ms=30, exposed_ms=21)
     assert found.notes == ()
     assert [one.number for one in found.steps] == [5]
     check(found.steps[0], begin=0, duration=100, computation=59, communication=30, exposed=21, data=10)
@@ -58,7 +56,6 @@ def test_a_merged_timeline_shows_what_the_wait_hides(tmp_path):
     )  # fmt: skip
     check(found.times, communication=25, overlapped=15, exposed=10)
     assert found.notes == ()
-    assert {one.name: one.calls for one in found.communications} == {"MPI_ALLREDUCE": 2, "hvdkit:allreduce_wait": 1}
     assert [one.name for one in found.operators] == ["aten::mm", "hvdkit:allreduce_wait"], "fused tensors repeat times"
 
 
@@ -105,7 +102,6 @@ def test_gpus_streams_and_copies(tmp_path):
     )  # fmt: skip
     check(found.times, window=50, computation=15, communication=30, overlapped=5, exposed=25, copies=3, other=7)
     assert found.computed_by == "GPU kernels"
-    assert [one.name for one in found.communications] == ["ncclDevKernel_AllReduce_Sum_f32_RING_LL"]
     operators = {one.name: one for one in found.operators}
     check(operators["aten::mm"], self_ms=2, total_ms=4, gpu_self_ms=13, gpu_total_ms=23)
     check(operators["aten::bmm"], self_ms=2, gpu_self_ms=10, gpu_total_ms=10)
@@ -249,7 +245,6 @@ def test_the_hosts_calls_of_c10d_are_no_communication(tmp_path):
         kernel("sgemm", 5, 40),
     )  # fmt: skip
     check(found.times, communication=0)
-    assert found.communications == ()
 
 
 def test_one_trace_does_not_call_waiting_communication(tmp_path, capsys):

@@ -36,7 +36,7 @@ class SummaryFound(Document, frozen=True):
     """
 
     kind = "timeline-summary"
-    schema = 2
+    schema = 3
     written_by = "hvdkit timeline summary --json"
     times = frozenset(_TIMES.split())
     unit_s = 1e-6

@@ -102,8 +102,6 @@ def summary_page(summary: TraceSummary, top: int) -> Page:
     found.append(_times(ranks, summary.skew))
     found.append(f"computation: {'; '.join(dict.fromkeys(rank.computed_by for rank in ranks))}")
     found += [f"note: {note}" for note in dict.fromkeys(note for rank in ranks for note in rank.notes)]
-    communicates = any(rank.communications for rank in ranks)
-    found.append(_communications(ranks) if communicates else "no communication in the trace")
     if any(rank.memory for rank in ranks):
         found.append(_memory(ranks))
     found.append(f"skew between ranks: {_skew(summary.skew, summary.skew_note)}")
@@ -155,15 +153,6 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
 
 def _who(rank: RankTrace) -> object:
     return "?" if rank.rank is None else rank.rank
-
-
-def _communications(ranks: Sequence[RankTrace]) -> Table:
-    rows = [
-        [shortened(one.name, _NAME_WIDTH), _who(rank), one.calls, f"{one.covered_ms:.3f}", f"{one.exposed_ms:.3f}"]
-        for rank in ranks
-        for one in rank.communications
-    ]
-    return _table(("communication", "rank", "calls", "ms in all", "exposed ms"), rows)
 
 
 def _memory(ranks: Sequence[RankTrace]) -> Table:

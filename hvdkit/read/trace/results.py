@@ -35,23 +35,6 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Communication:
-    """One kind of collective.
-
-    Attributes:
-        name: as the trace has it.
-        calls: how many.
-        covered_ms: at least one of them ran (union).
-        exposed_ms: and nothing was computed meanwhile.
-    """
-
-    name: str
-    calls: int
-    covered_ms: float
-    exposed_ms: float
-
-
-@dataclass(frozen=True)
 class TraceTimes:
     """Where the time went; every figure is the length of a union of intervals.
 
@@ -147,7 +130,6 @@ class RankTrace:
         times: of the window.
         computed_by: what counts as computation, in words.
         steps: in order of time.
-        communications: by name, the longest first.
         memory: by device; empty where it was not recorded.
         operators: by the time in themselves, the largest first.
         events, skipped, repeated: of the file; see ``TraceColumns``.
@@ -161,7 +143,6 @@ class RankTrace:
     times: TraceTimes
     computed_by: str
     steps: tuple[TraceStep, ...]
-    communications: tuple[Communication, ...]
     memory: tuple[DeviceMemory, ...]
     operators: tuple[Operator, ...]
     events: int
@@ -212,7 +193,7 @@ class TraceSkew:
 
 
 _TIMES = (
-    "self_ms total_ms gpu_self_ms gpu_total_ms covered_ms exposed_ms window computation communication overlapped "
+    "self_ms total_ms gpu_self_ms gpu_total_ms window computation communication overlapped "
     "exposed data exposed_data copies other begin duration late waiting cost median largest "
     "idle loading copying synchronising launching"
 )
@@ -231,7 +212,7 @@ class TraceSummary(Document, frozen=True):
     """
 
     kind = "trace-summary"
-    schema = 2
+    schema = 3
     written_by = "hvdkit trace summary --json"
     times = TIMES
     unit_s = 1e-3

@@ -17,7 +17,6 @@ from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.columns import SYNCHRONISES, Kind, Source, TraceColumns, collect, step_number
 from hvdkit.read.trace.operators import EventCalls, nest, table
 from hvdkit.read.trace.results import (
-    Communication,
     DeviceMemory,
     IdleGpu,
     RankTrace,
@@ -94,7 +93,6 @@ def one_rank(columns: TraceColumns) -> RankTrace:
         times=_times(sets, since, until),
         computed_by=sets.computed_by,
         steps=steps,
-        communications=_communications(columns, sets, since, until),
         memory=_memory(columns),
         operators=table(columns, calls, within),
         events=columns.events,
@@ -229,17 +227,6 @@ def _steps(columns: TraceColumns, sets: Sets, since: float) -> tuple[TraceStep, 
         TraceStep(number, (start - since) / 1e3, (end - start) / 1e3, *(float(part[index]) for part in parts))
         for index, (number, start, end) in enumerate(windows)
     )
-
-
-def _communications(columns: TraceColumns, sets: Sets, since: float, until: float) -> tuple[Communication, ...]:
-    mask = communicating(columns) & (columns.start >= since) & (columns.start < until)
-    found: dict[str, Communication] = {}
-    for name in {columns.names[number] for number in np.unique(columns.name[mask]).tolist()}:
-        mine = mask & np.array([other == name for other in columns.names])[columns.name]
-        ran = inside(columns.covered(mine), since, until)
-        exposed = without(ran, sets.computation)
-        found[name] = Communication(name, int(mine.sum()), length(ran) / 1e3, length(exposed) / 1e3)
-    return tuple(sorted(found.values(), key=lambda one: (-one.covered_ms, one.name)))
 
 
 def _memory(columns: TraceColumns) -> tuple[DeviceMemory, ...]:

@@ -48,7 +48,7 @@ PLANTED = {
     "first-step": (("first-step", ()),),
     "growth": (("growth", ()),),
     "stall": (("stall", ()),),
-    "saving": (("pause", ()),),
+    "saving": (("pause", ()), ("stall", ())),
     "evaluation": (("pause", (0,)),),
     "first-epoch": (("first-steps", ()),),
     "lock": (("blocked", SLOW),),

@@ -13,11 +13,10 @@ from hvdkit.common import intervals
 from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
-from hvdkit.common.units import change_text, count_text, duration_text, ranks_text, share_text
+from hvdkit.common.units import change_text, count_text, ranks_text, share_text
 from hvdkit.measure.bench import laws
-from hvdkit.measure.bench.measurement import Late, Parts, Slowest
+from hvdkit.measure.bench.measurement import Parts, Slowest
 from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, ScalingResults
-from hvdkit.steps.ranks import name_ranks
 
 _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
@@ -37,7 +36,7 @@ class ScalingRow(Part, frozen=True):
             job counts, as are the next two.
         speedup: work per second compared with the smallest number of ranks.
         efficiency: speed-up divided by how many times as many ranks there are.
-        step_s, parts, slowest, late: of the repeat with the median step; None without recorded steps.
+        step_s, parts, slowest, causes: of the repeat with the median step; None without recorded steps.
         startup_s, first_step_s: medians of the repeats; None without recorded steps.
     """
 
@@ -53,7 +52,7 @@ class ScalingRow(Part, frozen=True):
     first_step_s: float | None = None
     parts: Parts | None = None
     slowest: Slowest | None = None
-    late: Late | None = None
+    causes: tuple[Cause, ...] | None = None
 
 
 class ScalingSummary(Document, frozen=True):
@@ -129,7 +128,7 @@ def _row(
         first_step_s=statistics.median(one.first_step_s for one in steps),
         parts=middle.parts,
         slowest=middle.slowest,
-        late=middle.late,
+        causes=middle.causes,
     )
 
 
@@ -214,27 +213,8 @@ def _notes_of_models(rows: Sequence[ScalingRow], fits: Sequence[laws.Fit]) -> It
 
 
 def causes(rows: Sequence[ScalingRow]) -> list[Cause]:
-    """What the ranks of the largest job lose by waiting for one another."""
-    found = [(row.ranks, row.late, row.step_s) for row in rows if row.late is not None and row.step_s]
-    if not found:
-        return []
-    size, late, step_s = found[-1]
-    evidence = f"steps on {size} ranks, more than the typical rank: input {duration_text(1e6 * late.input_s)}"
-    if late.compute_s is not None:
-        evidence += f", computation {duration_text(1e6 * late.compute_s)}"
-    if late.ranks:
-        names = name_ranks(late.ranks)
-        comes = f"{names.capitalize()} {'come' if len(late.ranks) > 1 else 'comes'} late, and the others wait"
-        kind, what = "compute", f"{comes}: the computation takes longer."
-        advice = f"Look at the batches, the cores and the clock of {names} (hvdkit doctor --job)."
-        if late.input_s >= (late.compute_s or 0.0):
-            kind, what = "input", f"{comes}: for the input."
-            advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
-    else:
-        kind, what = "random-late", "A different rank is late in each step."
-        evidence = f"steps on {size} ranks"
-        advice = "Even out what a step has to do (batches of unequal length), and give each rank cores of its own."
-    return [Cause(kind, late.lost_s, late.lost_s / step_s, what, evidence, advice, ranks=late.ranks)]
+    """What costs the largest job time, of which that is known."""
+    return next((list(row.causes) for row in reversed(rows) if row.causes is not None), [])
 
 
 def otherwise(analysis: ScalingSummary) -> str:
@@ -244,6 +224,6 @@ def otherwise(analysis: ScalingSummary) -> str:
             "It cannot tell where a step goes: record the steps (hk.record_steps(loader), hk.RecordSteps()), or see "
             "one job with hvdkit launch --explain-job."
         )
-    if not any(row.late is not None for row in analysis.rows):
-        return "It cannot tell which rank is late: there are no steps of several ranks."
-    return f"No rank keeps the others waiting for {share_text(WORTH_SAYING)} of a step or more."
+    if not any(row.causes is not None for row in analysis.rows):
+        return "It cannot tell which rank is late: there are no ten steps of several ranks."
+    return f"Nothing that these steps show costs {share_text(WORTH_SAYING)} of a step or more."

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from hvdkit.common.causes import to_blame
+from hvdkit.common.causes import Cause
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
-from hvdkit.steps import lateness
-from hvdkit.steps.lateness import Floats, lower_median
+from hvdkit.read.explain import step_causes
+from hvdkit.read.explain.step_table import LEAST
+from hvdkit.steps.lateness import Floats
 from hvdkit.steps.step_files import RankTimes
 
 
@@ -45,22 +47,6 @@ class Slowest(Part, frozen=True):
     share: float
 
 
-class Late(Part, frozen=True):
-    """Who keeps the others waiting, and why.
-
-    Attributes:
-        ranks: to blame for most of it; empty where it is now this one and now that one.
-        lost_s: seconds of a step that the others wait, on average (``lateness.costs``).
-        input_s: seconds of a step that these ranks wait longer for their batch than the typical rank.
-        compute_s: that they compute longer; None where the ranks did not say when they were ready.
-    """
-
-    ranks: tuple[int, ...]
-    lost_s: float
-    input_s: float
-    compute_s: float | None
-
-
 class JobSteps(Part, frozen=True):
     """The steps of one job, without the warm-up.
 
@@ -73,7 +59,8 @@ class JobSteps(Part, frozen=True):
         parts: see ``Parts``.
         slowest: None with one rank, and where the ranks did not say when they were ready: they end a step together,
             so that its length does not tell which of them was late.
-        late: None with one rank; of the input alone where the ranks did not say when they were ready.
+        causes: what costs these steps time, as ``hvdkit explain`` has it; None where it cannot tell: of one rank, or of
+            too few steps.
     """
 
     count: Positive
@@ -84,7 +71,7 @@ class JobSteps(Part, frozen=True):
     first_step_s: Seconds
     parts: Parts
     slowest: Slowest | None
-    late: Late | None = None
+    causes: tuple[Cause, ...] | None = None
 
 
 def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps: int) -> JobSteps:
@@ -131,7 +118,7 @@ def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps
         first_step_s=float(lengths[0]),
         parts=_parts(waiting, computing, kept, known),
         slowest=_slowest(waiting + computing) if ranks > 1 and known else None,
-        late=_late(waiting, computing, known) if ranks > 1 else None,
+        causes=tuple(step_causes.look(times, Path("steps")).causes) if ranks > 1 and counts[0] >= LEAST else None,
     )
 
 
@@ -150,11 +137,3 @@ def _parts(waiting: Floats, computing: Floats, lengths: Floats, known: bool) -> 
 def _slowest(own: Floats) -> Slowest:
     times = np.bincount(own.argmax(axis=0), minlength=len(own))
     return Slowest(int(times.argmax()), float(times.max() / times.sum()))
-
-
-def _late(waiting: Floats, computing: Floats, known: bool) -> Late:
-    costs = lateness.costs(waiting + computing if known else waiting)
-    ranks = to_blame(dict(enumerate(costs.tolist())))
-    blamed = list(ranks) or list(range(len(waiting)))
-    more = [float((part[blamed] - lower_median(part)).mean()) for part in (waiting, computing)]
-    return Late(ranks, float(costs[blamed].sum()), more[0], more[1] if known else None)

@@ -128,12 +128,12 @@ def _by_saving(whole: StepTable, launched: JobLaunch | None) -> list[Cause]:
     job, found = whole, list[Cause]()
     while len(found) < _MOST_CAUSES and job.total_s > 0.05 * whole.total_s:
         told = {cause.what for cause in found}
-        candidates = [one for one in _candidates(job, launched) if one.saves(job) >= one.least * job.total_s]
+        candidates = [one for one in _candidates(job, launched) if one.saves(job) >= one.least * whole.total_s]
         candidates = [one for one in candidates if one.what not in told]
         if not candidates and (both := _joined(list(_slow(job)))) is not None:
-            candidates = [both] if both.saves(job) >= both.least * job.total_s else []
+            candidates = [both] if both.saves(job) >= both.least * whole.total_s else []
         if not candidates:
-            candidates = [one for one in _irregular(job) if one.saves(job) >= one.least * job.total_s]
+            candidates = [one for one in _irregular(job) if one.saves(job) >= one.least * whole.total_s]
         if not candidates:
             break
         best = max(candidates, key=lambda one: one.saves(job) * (_RECORDED if one.recorded else 1.0))
@@ -201,9 +201,10 @@ def _late(job: StepTable, part: str, rows: list[int], less: Floats, usual: Float
     if host and kind == "host":
         words = "computes slower"
     kinds = {"first": "first-steps", "growing": "growth"}
-    if part == "work" and doing_what == "compute" and at.kind in ("every", "rare"):
+    periodic = at.kind == "every" and doing_what in ("compute", "blocked", "unread", "late")
+    if part == "work" and (periodic or (at.kind == "rare" and doing_what == "compute")):
         words = ("is", "are")[len(ranks) > 1 and not host] + " late"
-        kind = "pause" if at.kind == "every" else "random-late"
+        kind = "pause" if periodic else "random-late"
     if part == "between" and at.kind in ("every", "rare"):
         kind = "pause"
     each = f", {_ms(at.each)} each" if at.kind in ("every", "rare") else ""
@@ -426,7 +427,7 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
     verb = {
         "between": f"{who} {'pauses' if alone else 'pause'} between two steps{rarely}",
         "input": f"{who} {are[0]} for {'its' if alone else 'their'} input{rarely}",
-        "work": f"{who} {are[2]} within a step{rarely}" if words == "stall" else f"{who} compute{'s' * alone} longer",
+        "work": f"{who} {are[2]}{rarely}" if words == "stall" else f"{who} compute{'s' * alone} longer",
         "exchange": f"The allreduce takes longer{rarely}",
     }[part]
     kind = {"stall": "stall", "growth": "growth", "first": "first-steps"}[words]
@@ -443,8 +444,8 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
     advice = {
         "pause": f"Look at what all ranks do there ({_CHECKED}): do it less often, on fewer samples, or in another "
         "thread.",
-        "stall": "Look for what stops all ranks at once: a shared file system, a checkpoint, a scheduler or a device "
-        "that is shared; compare the host's clock and temperature.",
+        "stall": f"Look for what all ranks do there ({_CHECKED}), or what stops them at once: a shared file system, a "
+        "scheduler, a device that is shared.",
         "growth": "Look for what grows with the steps: a list that is never emptied, a graph that is kept (loss "
         "without float()), new shapes or functions, a log that is read again, memory that is "
         "swapped, a clock that sinks.",

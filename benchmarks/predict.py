@@ -1,9 +1,9 @@
-"""How well `hvdkit predict` predicts.
+"""How well `hvdkit plan scale` predicts.
 
     python benchmarks/predict.py                       4 ranks from 2 and 3, on 4 namespaces at 1 Gbit/s (needs root)
     python benchmarks/predict.py --engine mpi --rounds 5 --keep measured
     python benchmarks/predict.py --from measured       the same table from the kept files, without measuring
-    python benchmarks/predict.py --published           efficiencies that Horovod's authors published
+    python benchmarks/predict.py --published           efficiencies that were published
 
 Each round runs `hvdkit emulate` on 2, 3 and 4 hosts, one rank each, in random order. The model is fitted on 2 and 3 and
 predicts the median of 4 at each size; the error is predicted / measured - 1. Four ranks that share two cores also
@@ -24,10 +24,9 @@ from pathlib import Path
 from hvdkit.common import json_files
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
-from hvdkit.measure.predict import model
-from hvdkit.measure.predict.overlap import Fusion, gradients
-from hvdkit.measure.predict.prediction import Workload, predict
-from hvdkit.measure.predict.stragglers import measured
+from hvdkit.measure.plan import network as model
+from hvdkit.measure.plan.scale import Workload, predict
+from hvdkit.measure.plan.step_time import Fusion, gradients, measured
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "tests" / "data" / "predict" / "published.toml"
@@ -38,39 +37,34 @@ LIMIT = 0.10
 
 @dataclass(frozen=True)
 class Published:
-    """One published efficiency and what is predicted with communication beside backward, and after it."""
+    """One published efficiency and what is predicted for it, with its interval."""
 
     model: str
     ranks: int
     published: float
-    overlapped: float
-    apart: float
+    predicted: float
+    low: float
+    high: float
     communication_s: float
     compute_s: float
 
 
-def published(path=PUBLISHED, gbit=None):
-    """Every published number of the file with its prediction; ``gbit`` instead of the link's rate."""
-    known = tomllib.loads(path.read_text())
-    network, horovod = known["network"], known["horovod"]
-    costs = model.given(network["alpha_us"] * 1e-6, (gbit or network["gbit"]) * 1e9 / 8, network["gpus_per_server"])
-    fusion = Fusion(horovod["threshold_mib"] * 2**20, horovod["cycle_ms"] / 1000)
+def published(path=PUBLISHED):
+    """Every published number of the file with its prediction."""
     found = []
-    for one in known["model"]:
-        layers = one.get("layers") or [[one["parameters"] // one["tensors"], 1.0]] * one["tensors"]
-        collectives = [Collective(f"layer{number}", *layer) for number, layer in enumerate(_gaps(layers))]
-        grads = gradients(ReplayPlan(tuple(reversed(collectives))))
-        compute = one["batch"] / one["images_per_s"]
-        for ranks, efficiency in one["published"].items():
-            rows = [
-                predict(costs, measured([]), Workload(grads, compute, horovod["backward_share"], fusion, 1, beside),
-                        [int(ranks)])[0]
-                for beside in (True, False)
-            ]  # fmt: skip
-            found.append(
-                Published(one["name"], int(ranks), efficiency, rows[0].efficiency.value, rows[1].efficiency.value,
-                          rows[1].communication.value, compute)
-            )  # fmt: skip
+    for system in tomllib.loads(path.read_text())["system"]:
+        costs = model.given(system["alpha_us"] * 1e-6, system["gbit"] * 1e9 / 8, system["gpus_per_server"])
+        fusion = Fusion(system["threshold_mib"] * 2**20, system["cycle_ms"] / 1000)
+        for one in system["model"]:
+            layers = one.get("layers") or [[one["parameters"] // one["tensors"], 1.0]] * one["tensors"]
+            collectives = [Collective(f"layer{number}", *layer) for number, layer in enumerate(_gaps(layers))]
+            compute = one["batch"] / one["images_per_s"]
+            work = Workload(gradients(ReplayPlan(tuple(reversed(collectives)))), compute, fusion)
+            rows = predict(costs, measured([]), work, [int(ranks) for ranks in one["published"]])
+            for row, efficiency in zip(rows, one["published"].values(), strict=True):
+                known = row.efficiency
+                ends = known.value, known.low, known.high
+                found.append(Published(one["name"], row.ranks, efficiency, *ends, row.communication.value, compute))
     return found
 
 
@@ -78,32 +72,18 @@ def _gaps(layers):
     return [(parameters, "float32", work * 1e-6) for parameters, work in layers]
 
 
-def calibrated(path=PUBLISHED):
-    """The rate with which VGG-16 on 16 GPUs is predicted as published, and all predictions with it."""
-    low, high = 1.0, 100.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        (one,) = (one for one in published(path, middle) if (one.model, one.ranks) == ("VGG-16", 16))
-        low, high = (middle, high) if one.overlapped < one.published else (low, middle)
-    return middle, published(path, middle)
-
-
 def print_published():
-    print("| model | GPUs | published | predicted | error, points | without overlap | communication ms | compute ms |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    _print(published())
-    gbit, found = calibrated()
-    print(f"\nWith {gbit:.1f} Gbit/s, by which VGG-16 on 16 GPUs comes out as published:\n")
-    print("| model | GPUs | published | predicted | error, points |\n|---|---:|---:|---:|---:|")
-    _print(found, 5)
+    print("| model | GPUs | published | predicted | error, points | communication ms | compute ms |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for one in published():
+        print(f"{row_of(one)} {1000 * one.communication_s:.0f} | {1000 * one.compute_s:.0f} |")
 
 
-def _print(found, columns=8):
-    for one in found:
-        error = 100 * (one.overlapped - one.published)
-        words = [one.model, one.ranks, f"{100 * one.published:.0f} %", f"{100 * one.overlapped:.1f} %", f"{error:+.1f}"]
-        words += [f"{100 * one.apart:.1f} %", f"{1000 * one.communication_s:.0f}", f"{1000 * one.compute_s:.0f}"]
-        print(f"| {' | '.join(map(str, words[:columns]))} |")
+def row_of(one):
+    """A row of the table, up to the error."""
+    predicted = f"{100 * one.predicted:.0f} % [{100 * one.low:.0f}, {100 * one.high:.0f}]"
+    error = 100 * (one.predicted - one.published)
+    return f"| {one.model} | {one.ranks} | {100 * one.published:.0f} % | {predicted} | {error:+.1f} |"
 
 
 def measure(directory, engine, rounds, trials):

@@ -14,9 +14,9 @@ TIMELINE = ROOT / "tests/data/timelines/atpesc-2023-cpu-8ranks.json"
 WIDTH, HEIGHT = 1000, 760
 # What commands draw, of a file in docs/data or of the numbers that they are given.
 PLOTS = {
-    "rates.svg": "plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,8 --warmup-epochs 3",
+    "rates.svg": "plan steps --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,8 --warmup-epochs 3",
     "scaling.svg": "bench show docs/data/scaling.json",
-    "predict.svg": "predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --plan docs/data/vgg16.json --step-ms 489 "
+    "plan_scale.svg": "plan scale --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --plan docs/data/vgg16.json --step-ms 489 "
     "--at 8,16,32,64,128,256,512 --fusion-threshold-mb 64 --cycle-time-ms 5",
 }
 

@@ -34,9 +34,7 @@ FLOORS = {
     "How fast, how big": {
         "bench": ("hvdkit.measure.bench.cli:bench", "Measure how a training scales with the number of ranks."),
         "emulate": ("hvdkit.measure.emulate.cli:emulate", "Replay and time a model's collectives without the model."),
-        "predict": ("hvdkit.measure.predict.cli:predict", "Predict the time of a step on more ranks than you have."),
-        "memory": ("hvdkit.measure.memory.cli:memory", "Estimate the memory of a training, term by term."),
-        "plan": ("hvdkit.measure.plan.cli:plan", "Show steps, batches and learning rates before a training runs."),
+        "plan": ("hvdkit.measure.plan.cli:plan", "Show what a training will do, need and take, before it runs."),
     },
     "What happened": {
         "explain": ("hvdkit.read.explain.cli:explain", "Name what costs a job most time, from its recordings."),
@@ -51,7 +49,11 @@ FLOORS = {
 }
 """The four floors of the house, and the commands on each."""
 COMMANDS = {name: row for commands in FLOORS.values() for name, row in commands.items()}
-MOVED = {"preflight": "hvdkit doctor --job"}
+MOVED = {
+    "predict": "hvdkit plan scale",
+    "memory": "hvdkit plan memory",
+    "preflight": "hvdkit doctor --job",
+}
 """Commands that are gone, and what does the same now, as it is typed."""
 
 

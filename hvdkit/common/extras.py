@@ -31,7 +31,7 @@ def require_scipy(purpose: str) -> None:
     """Say before anything runs that SciPy is missing.
 
     Args:
-        purpose: what needs it, the beginning of a sentence: "hvdkit predict fits its model".
+        purpose: what needs it, the beginning of a sentence: "hvdkit plan scale fits its model".
     Raises:
         MissingFrameworkError: it is not installed.
     """

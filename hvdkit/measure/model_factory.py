@@ -1,6 +1,6 @@
 """A user's own model from ``MODULE:FACTORY``, made in a process of its own.
 
-Why this module exists: ``hvdkit emulate`` asks a model for its gradients and ``hvdkit memory`` for what it keeps;
+Why this module exists: ``hvdkit emulate`` asks a model for its gradients and ``hvdkit plan memory`` for what it keeps;
 neither may load a framework where the command line runs, nor run the user's module there. The frameworks are the user's
 to import: which one made the model is told from what is loaded.
 """

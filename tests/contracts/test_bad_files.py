@@ -19,7 +19,6 @@ from hvdkit.cli import hvdkit_command
 JOB = ["--", "true"]
 SHEET = ["job", "--nodes", "1", "--ppn", "1", "--walltime", "00:10:00"]
 NETWORK = ["--alpha-us", "1", "--bandwidth-gbit", "1", "--ppn", "1", "--at", "4"]
-SCHEDULE = ["plan", "--samples", "64", "--batch-size", "4", "--lr", "1", "-n", "1", "--parameters", "9"]
 READS = {
     "check": [["check", "BAD"]],
     "launch": [["launch", "-n", "2", "--dry-run", option, "BAD", *JOB] for option in ("--hostfile", "--tuned")],
@@ -36,8 +35,7 @@ READS = {
     "emulate show": [["emulate", "show", "BAD"]],
     "install": [["install", "--from", "BAD"]],
     "port": [["port", "BAD"]],
-    "predict": [["predict", "--fit", "BAD", "BAD"], ["predict", *NETWORK, "--plan", "BAD"]],
-    "plan": [[*SCHEDULE, "--fit", "BAD"]],
+    "plan scale": [["plan", "scale", "--fit", "BAD", "BAD"], ["plan", "scale", *NETWORK, "--plan", "BAD"]],
     "explain": [["explain", "BAD"]],
     "timeline summary": [["timeline", "summary", "BAD"]],
     "timeline report": [["timeline", "report", "BAD", "-o", "r.html"]],

@@ -285,7 +285,11 @@ def test_help_and_plain_arithmetic_need_no_extra():
     """A new user reads what a command does before installing what it needs."""
     commands = [f"{line} --help" for line in command_lines(hvdkit_command)]
     assert {"bench scaling --help", "timeline report --help"} < set(commands)
-    sums = ["plan --samples 100 --batch-size 3 --lr 1 -n 2", "memory --parameters 1e9", "emulate sizes --sizes 400,800"]
+    sums = [
+        "plan steps --samples 100 --batch-size 3 --lr 1 -n 2",
+        "plan memory --parameters 1e9",
+        "emulate sizes --sizes 400,800",
+    ]
     argv = [sys.executable, "-c", HIDE_EXTRAS, EXTRAS, *commands, *sums]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

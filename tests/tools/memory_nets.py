@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def mlp():
@@ -27,6 +28,41 @@ class _Translator(nn.Module):
 
 def transformer():
     return _Translator(), (torch.randn(8, 10, 128), torch.randn(8, 20, 128))
+
+
+class _Attention(nn.Module):
+    """Layers of attention that, fused, keeps no matrix of attention; each may be computed again in backward."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.mixed = nn.ModuleList(nn.Linear(64, 192) for _ in range(6))
+        self.out = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+        self.reentrant = reentrant
+
+    def layer(self, at, x):
+        q, k, v = (one.unflatten(2, (4, 16)).transpose(1, 2) for one in self.mixed[at](x).chunk(3, 2))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out[at](mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        for at in range(6):
+            if self.reentrant is None:
+                x = self.layer(at, x)
+            else:
+                x = checkpoint(self.layer, at, x, use_reentrant=self.reentrant)
+        return x
+
+
+def fused():
+    return _Attention(), torch.randn(8, 256, 64)
+
+
+def checkpointed():
+    return _Attention(reentrant=False), torch.randn(8, 256, 64)
+
+
+def checkpointed_again():
+    return _Attention(reentrant=True), torch.randn(8, 256, 64).requires_grad_()
 
 
 def without_inputs():

@@ -5,14 +5,14 @@ from emulate_results import ENVIRONMENT
 
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
-from hvdkit.measure.predict import formulas
+from hvdkit.measure.plan.link import FLAT
 
 SIZES = tuple(2**power for power in range(16, 25))
 ALPHA, BETA, OVERHEAD = 40e-6, 8e-9, 150e-6
 
 
 def seconds(algorithm, nbytes, n, alpha=ALPHA, beta=BETA, gamma=0.0, overhead=OVERHEAD):
-    terms = formulas.FLAT[algorithm](nbytes, n)
+    terms = FLAT[algorithm](nbytes, n)
     return overhead + alpha * terms.messages + beta * terms.moved + gamma * terms.reduced
 
 

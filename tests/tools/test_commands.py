@@ -94,10 +94,14 @@ def test_a_variable_has_a_name(command, value, capsys):
     assert f"expected NAME=VALUE, got {value!r}" in refused(words, value, capsys)
 
 
-COUNTS = [["memory", "--parameters", "7B", "-n"], ["bench", "scaling", "-o", "r.json", *JOB, "-n"], ["predict", "--at"]]
+COUNTS = [
+    ["plan", "memory", "--parameters", "7B", "-n"],
+    ["bench", "scaling", "-o", "r.json", *JOB, "-n"],
+    ["plan", "scale", "--at"],
+]
 
 
-@pytest.mark.parametrize("words", [*COUNTS, ["memory", "--input-shape"]], ids=name)
+@pytest.mark.parametrize("words", [*COUNTS, ["plan", "memory", "--input-shape"]], ids=name)
 def test_numbers_of_thousands_of_digits_are_refused_in_a_sentence(words, capsys):
     said = refused(words, "9" * 5000, capsys)
     assert "commas between them" in said and "(5000 characters)" in said and len(said) < 600
@@ -141,16 +145,14 @@ def test_what_is_no_number_is_in_no_range(words, capsys):
 
 
 TRANSFORMER = ["--parameters", "7B", "--layers", "2", "--sequence", "8", "--hidden", "8"]
-NETWORK = ["--alpha-us", "1", "--bandwidth-gbit", "1", "--ppn", "1", "--at", "4", "--plan", "p.json"]
 
 
 @pytest.mark.parametrize(
     ("words", "same"),
     [
-        (["memory", *TRANSFORMER, "--json", "--batch", "3"], "--batch-size"),
-        (["predict", *NETWORK, "--json", "--cycle-ms", "7"], "--cycle-time-ms"),
+        (["plan", "memory", *TRANSFORMER, "--json", "--batch", "3"], "--batch-size"),
     ],
-    ids=["batch", "cycle"],
+    ids=["batch"],
 )
 def test_options_of_several_commands_have_one_name(words, same, capsys):
     assert cli.run(["emulate", "sizes", "--sizes", "4000,8", "-o", "p.json"]) == 0
@@ -253,7 +255,7 @@ def test_mpiruns_names_of_options(capsys):
         "emulate sizes --timeline gone",
         "emulate show gone",
         "emulate -n 2 --plan gone",
-        "predict --fit gone",
+        "plan scale --fit gone",
         "bench show gone",
         "launch -n 2 --tuned gone -- true",
         "launch -n 2 --hostfile gone -- true",
@@ -270,7 +272,7 @@ def test_an_input_that_is_missing_is_status_2(words, capsys):
     [
         (
             "matplotlib",
-            ["plan", "--samples", "64", "--batch-size", "4", "--lr", "1", "-n", "1", "--plot", "r.svg"],
+            ["plan", "steps", "--samples", "64", "--batch-size", "4", "--lr", "1", "-n", "1", "--plot", "r.svg"],
             "report",
         ),
         ("jinja2", ["timeline", "report", "a.json", "-o", "report.html"], "report"),

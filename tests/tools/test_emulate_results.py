@@ -212,7 +212,7 @@ def test_a_file_that_is_not_there(tmp_path):
         results.load(tmp_path / "r.json")
 
 
-@pytest.mark.parametrize("command", [["emulate", "show"], ["emulate", "sizes", "--plan"], ["predict", "--fit"]])
+@pytest.mark.parametrize("command", [["emulate", "show"], ["emulate", "sizes", "--plan"], ["plan", "scale", "--fit"]])
 @pytest.mark.parametrize("text", ["null", "[1]"])
 def test_what_is_no_object_is_said_in_words(tmp_path, capsys, command, text):
     path = tmp_path / "other.json"

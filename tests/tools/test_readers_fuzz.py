@@ -92,7 +92,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "mpi_profile.0.json": command("mpi-profile", "show", "FILE"),
     "bench.json": command("bench", "show", "FILE"),
     "emulate.json": command("emulate", "show", "FILE"),
-    "fit.json": command("predict", "--fit", "FILE", "--alpha-us", "10", "--bandwidth-gbit", "10", "--at", "4,64"),
+    "fit.json": command("plan", "scale", "--fit", "FILE", "--alpha-us", "10", "--bandwidth-gbit", "10", "--at", "4,64"),
     "plan.json": command("emulate", "sizes", "--plan", "FILE"),
     "metrics.jsonl": command("watch", "FILE", "--once"),
     "script.py": command("check", "FILE"),

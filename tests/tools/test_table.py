@@ -128,12 +128,12 @@ def traced(at, length, number):
 @pytest.mark.parametrize(
     "command",
     [
-        "plan --samples 1281167 --batch-size 256 --lr 0.1 --epochs 90 -n 8,64,1024 --parameters 25557032",
-        "memory --parameters 7B --dtype bfloat16 --mixed --capacity-gb 80 -n 8,64",
+        "plan steps --samples 1281167 --batch-size 256 --lr 0.1 --epochs 90 -n 8,64,1024",
+        "plan memory --parameters 7B --dtype bfloat16 --mixed --capacity-gb 80 -n 8,64",
         "emulate sizes --sizes 803840,131584,33024,2600 --gap-ms 2.5",
         "emulate show {R}/emulated0.json",
-        "predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --parameters 138M --step-ms 489 --at 16,512",
-        "predict --fit {R}/measured2.json {R}/measured4.json --parameters 1M --step-ms 10 --at 8,16",
+        "plan scale --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --parameters 138M --step-ms 489 --at 16,512",
+        "plan scale --fit {R}/measured2.json {R}/measured4.json --parameters 1M --step-ms 10 --at 8,16",
         "bench show {R}/bench0.json",
         "explain {T}/atpesc-2023-cpu-8ranks.json",
         "timeline summary {T}/atpesc-2023-cpu-8ranks.json",
@@ -150,7 +150,7 @@ def test_commands_say_the_same_in_80_and_60_columns(command, recordings, capsys,
     said = {}
     for width in (300, 80, 60):
         monkeypatch.setenv("COLUMNS", str(width))
-        assert cli.run(command.format(**recordings).split()) == (command.startswith("memory"))
+        assert cli.run(command.format(**recordings).split()) == (command.startswith("plan memory"))
         said[width] = capsys.readouterr().out
     assert not re.search(r"[0-9] %", said[300]), "share_text writes shares"
     for width in (80, 60):

@@ -120,15 +120,15 @@ TOOLS = {
     "check": "check examples/pytorch/cnn.py",
     "job": "job --system slurm --nodes 2 --ppn 2 --walltime 1:00:00 -- python train.py",
     "launch": "launch -n 2 --launcher horovodrun --dry-run -- echo started",
-    "plan": "plan --samples 60000 --batch-size 64 --lr 0.01 -n 1,2",
-    "memory": "memory --parameters 1e9",
+    "plan steps": "plan steps --samples 60000 --batch-size 64 --lr 0.01 -n 1,2",
+    "plan memory": "plan memory --parameters 1e9",
     "timeline summary": "timeline summary {timeline}",
     "timeline report": "timeline report {timeline} -o {out}/page.html",
     "diff": "diff {timeline} {timeline}",
     "mpi-profile": "mpi-profile show {mpi}",
     "bench synthetic": "bench synthetic",
     "emulate sizes": "emulate sizes --sizes 400,800",
-    "plan as a picture": "plan --samples 60000 --batch-size 64 --lr 0.01 -n 1,2 --plot {out}/plan.png",
+    "plan as a picture": "plan steps --samples 60000 --batch-size 64 --lr 0.01 -n 1,2 --plot {out}/plan.png",
 }
 
 

@@ -1,8 +1,14 @@
-"""What the messages and bytes of one level cost: the memory of a host, or the network between hosts."""
+"""What an allreduce does on n ranks, and what the messages and bytes of a level (host memory or network) cost.
+
+A formula counts for the rank that has the most to do: messages one after the other, bytes through a link, bytes summed
+up. The time is ``alpha * messages + beta * moved + gamma * reduced`` (Hockney, Parallel Computing 20(3) (1994),
+389-398, for alpha and beta; Thakur, Rabenseifner, Gropp, International Journal of High Performance Computing
+Applications 19(1) (2005), 49-66, for gamma and the formulas but the ring's).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +16,82 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.intervals import Estimate, estimate
-from hvdkit.measure.predict import formulas
-from hvdkit.measure.predict.formulas import Terms
+
+RING = "ring"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a time is made of.
+
+    Attributes:
+        messages: one after the other.
+        moved: bytes through the link that has the most to carry, in one direction.
+        reduced: bytes of operands that one rank adds to its own.
+    """
+
+    messages: float = 0.0
+    moved: float = 0.0
+    reduced: float = 0.0
+
+
+def ring(nbytes: float, n: int) -> Terms:
+    """Reduce-scatter and allgather around a ring, any n: the fewest bytes that an allreduce can do with.
+
+    Source: Patarasuk, Yuan, Journal of Parallel and Distributed Computing 69(2) (2009), 117-124.
+    """
+    return Terms(2.0 * (n - 1), 2.0 * (n - 1) / n * nbytes, (n - 1) / n * nbytes)
+
+
+def recursive_doubling(nbytes: float, n: int) -> Terms:
+    """The whole vector between partners at distance 1, 2, 4 ...; n that is no power of two is folded.
+
+    Folded: with 2^k the largest power of two below n, n - 2^k ranks first give their vector to a partner and get the
+    result at the end: two messages, twice the vector and one sum more. A larger n can thus cost less.
+    """
+    rounds = n.bit_length() - 1
+    return _folded(Terms(rounds, rounds * nbytes, rounds * nbytes), nbytes, n)
+
+
+def rabenseifner(nbytes: float, n: int) -> Terms:
+    """Reduce-scatter by recursive halving, allgather by recursive doubling; folded as ``recursive_doubling`` is."""
+    rounds = n.bit_length() - 1
+    share = 1 - 1 / 2**rounds
+    return _folded(Terms(2 * rounds, 2 * share * nbytes, share * nbytes), nbytes, n)
+
+
+def tree(nbytes: float, n: int) -> Terms:
+    """Reduce to one rank and broadcast from it, both by a binomial tree; of ceil(log2 n) rounds, any n."""
+    rounds = (n - 1).bit_length()
+    return Terms(2.0 * rounds, 2.0 * rounds * nbytes, float(rounds * nbytes))
+
+
+def _folded(even: Terms, nbytes: float, n: int) -> Terms:
+    if n & (n - 1) == 0:
+        return even
+    return Terms(even.messages + 2, even.moved + 2 * nbytes, even.reduced + nbytes)
+
+
+FLAT: dict[str, Callable[[float, int], Terms]] = {
+    RING: ring,
+    "recursive_doubling": recursive_doubling,
+    "rabenseifner": rabenseifner,
+    "tree": tree,
+}
+
+
+def shared(algorithm: str, nbytes: float, n: int, ppn: int) -> Terms:
+    """An algorithm of ``FLAT`` over a network, where the ``ppn`` ranks of a host share its link.
+
+    A ring in the order of hosts crosses each link once in each direction. In the others all ranks of a host talk to
+    other hosts at the same time, so that the link carries what each of them moves: an upper bound, since their rounds
+    at a distance below ppn stay within the host.
+    """
+    terms = FLAT[algorithm](nbytes, n)
+    if algorithm == RING:
+        return terms
+    return Terms(terms.messages, terms.moved * min(ppn, n), terms.reduced)
+
 
 DRAWS = 500
 """Resamples of the measurements, each of which is fitted."""
@@ -36,9 +116,14 @@ class Misfit:
     luck: Array
 
     def factors(self, moved: float) -> Array:
-        """What to multiply the draws with at so many bytes, > 0: the quantiles of the nearest cells' spread."""
+        """What to multiply the draws with at so many bytes, > 0: the quantiles of the nearest cells' spread.
+
+        What is off in one direction may be off in the other next time, so that both count and the estimate lies in the
+        middle.
+        """
         nearest = np.argsort(np.abs(self.moved - np.log(moved)), kind="stable")[:_NEAREST]
-        return np.asarray(np.exp(np.quantile(self.spread[nearest], self.luck)))
+        off = self.spread[nearest]
+        return np.asarray(np.exp(np.quantile(np.concatenate((off, -off)), self.luck)))
 
 
 def features(terms: Terms, knots: Sequence[float]) -> Array:
@@ -155,15 +240,17 @@ def untold(host: Link | None) -> Link:
     if host is not None:
         for column in (OVERHEAD, GAMMA):
             best[column], draws[:, column], told[column] = host.best[column], host.draws[:, column], host.told[column]
-    return Link(formulas.RING if host is None else host.algorithm, (0.0,), best, draws, None, tuple(told))
+    return Link(RING if host is None else host.algorithm, (0.0,), best, draws, None, tuple(told))
 
 
 def estimated(best: float, draws: Array) -> Estimate:
-    """A value with the interval of its draws, which is made to hold it: misfit need not lie evenly on both sides.
+    """A value of at least 0 with the interval of its draws, around the value; without ends where all draws are alike.
 
-    Without ends where all draws are the value itself.
+    The percentiles of resamples need not lie around what the measurements themselves give (the longest wait of a
+    resample is never longer than the longest that was measured): each side reaches at least half as far as the other.
     """
     found = estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
     if found.low is None or found.high is None:
         return found
-    return Estimate(best, min(found.low, best), max(found.high, best))
+    below, above = max(0.0, best - found.low), max(0.0, found.high - best)
+    return Estimate(best, max(0.0, best - max(below, above / 2)), best + max(above, below / 2))

@@ -21,8 +21,19 @@ from numpy.typing import NDArray
 
 from hvdkit.common.extras import of_extra
 from hvdkit.common.intervals import resampled_medians
-from hvdkit.measure.predict.formulas import Terms
-from hvdkit.measure.predict.link import ALPHA, DRAWS, GAMMA, OVERHEAD, Array, Link, Misfit, features, slopes, steps
+from hvdkit.measure.plan.link import (
+    ALPHA,
+    DRAWS,
+    GAMMA,
+    OVERHEAD,
+    Array,
+    Link,
+    Misfit,
+    Terms,
+    features,
+    slopes,
+    steps,
+)
 
 _ROUNDS = 12
 _NOISE = 0.005
@@ -180,7 +191,7 @@ def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
         relative: features divided by the measured seconds, shape (cells, coefficients).
         rounds: of reweighting.
     """
-    with of_extra("analysis", "hvdkit predict fits its model with SciPy"):
+    with of_extra("analysis", "hvdkit plan scale fits its model with SciPy"):
         from scipy.optimize import nnls
     sizes = np.linalg.norm(relative, axis=0)
     sizes[sizes == 0] = 1.0

@@ -12,10 +12,21 @@ import numpy as np
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.predict import fitting, formulas
-from hvdkit.measure.predict.fitting import Cell
-from hvdkit.measure.predict.formulas import Terms
-from hvdkit.measure.predict.link import DRAWS, GAMMA, OVERHEAD, Array, Link, estimated, untold
+from hvdkit.measure.plan import fitting
+from hvdkit.measure.plan.fitting import Cell
+from hvdkit.measure.plan.link import (
+    DRAWS,
+    FLAT,
+    GAMMA,
+    OVERHEAD,
+    RING,
+    Array,
+    Link,
+    Terms,
+    estimated,
+    shared,
+    untold,
+)
 
 if TYPE_CHECKING:
     from hvdkit.measure.emulate.results import EmulateResults
@@ -41,7 +52,7 @@ class CostModel:
         ppn: ranks that a host holds, > 0.
         algorithm: what is predicted when nothing else is asked for.
         notes: full sentences: what a reader should know.
-        reach: by level, the most ranks that were measured; a level that was told, or changed, is not in it.
+        reach: by level, the most ranks that were measured; a level that was told is not in it.
         packed: the most ranks that a measured host held; 0 where nothing was measured.
         cores: of that host; None where nothing was measured.
     """
@@ -61,7 +72,7 @@ class CostModel:
         Args:
             nbytes: of each rank's vector, >= 0.
             ranks: >= 1; one rank has nothing to send: 0.
-            algorithm: of ``formulas.ALGORITHMS``, or "library"; by default what was measured.
+            algorithm: of ``link.FLAT``, or "library"; by default what was measured.
         Returns:
             The median to be expected with the 95 % prediction interval of a median that is measured anew: it holds how
             sure the parameters are and how far measurements are off the formula. No ends where nothing was measured.
@@ -76,13 +87,11 @@ class CostModel:
         if ranks > MOST_RANKS:
             raise InvalidArgumentError(f"the number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}.")
         chosen = algorithm or self.algorithm
-        if chosen not in (*formulas.ALGORITHMS, LIBRARY):
-            expected = ", ".join((LIBRARY, *formulas.ALGORITHMS))
+        if chosen not in (*FLAT, LIBRARY):
+            expected = ", ".join((LIBRARY, *FLAT))
             raise InvalidArgumentError(f"the algorithm is {chosen!r}; expected one of {expected}.")
         if ranks == 1 or nbytes == 0:
             return 0.0, np.zeros(DRAWS)
-        if chosen == formulas.HIERARCHICAL:
-            return self._hierarchical(nbytes, ranks)
         link = self._link(ranks)
         best, draws = link.seconds(self._terms(link, chosen, nbytes, ranks))
         if link is self.network and self.host is not None:
@@ -95,12 +104,14 @@ class CostModel:
         """How many hosts hold so many ranks."""
         return -(-ranks // self.ppn)
 
-    def measured(self, ranks: int) -> bool:
-        """Whether so many ranks lie within what was measured; one rank needs no measurement."""
-        return ranks == 1 or ranks <= self.reach.get(self._level(ranks), 0)
+    def measured(self, ranks: int) -> int:
+        """The most ranks that were measured on the level that so many need; 1 where none were: one needs no network."""
+        return max(1, self.reach.get(self._level(ranks), 1))
 
     def why_not(self, ranks: int) -> str | None:
         """Why there is no number for so many ranks although their level is known; None where the model holds."""
+        if ranks > MOST_RANKS:
+            return f"The number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}."
         crowd = min(ranks, self.ppn)
         if self.cores is not None and crowd > max(self.cores, self.packed):
             return (
@@ -125,8 +136,8 @@ class CostModel:
         """What a level has to carry. A ring takes as many steps within a host; the others go on between hosts."""
         chosen = link.algorithm if algorithm == LIBRARY else algorithm
         if link is self.host:
-            return formulas.FLAT[chosen](nbytes, ranks if chosen == formulas.RING else min(ranks, self.ppn))
-        return formulas.shared(chosen, nbytes, ranks, self.ppn)
+            return FLAT[chosen](nbytes, ranks if chosen == RING else min(ranks, self.ppn))
+        return shared(chosen, nbytes, ranks, self.ppn)
 
     def _link(self, ranks: int) -> Link:
         level = self._level(ranks)
@@ -143,20 +154,6 @@ class CostModel:
             f"{ranks} ranks fit on one host of {self.ppn}, and only a network is known: add a measurement on one host, "
             "or ask for more ranks, or for --ppn 1."
         )
-
-    def _hierarchical(self, nbytes: float, ranks: int) -> tuple[float, Array]:
-        inside, between = formulas.hierarchical(nbytes, ranks, self.ppn)
-        total, draws = 0.0, np.zeros(DRAWS)
-        if inside.messages > 0:
-            if self.host is None:
-                raise InvalidArgumentError(
-                    "hierarchical needs the cost within a host, which is not known: add a measurement on one host."
-                )
-            total, draws = self.host.seconds(inside)
-        if between.messages > 0:
-            best, more = self._link(ranks).seconds(between)
-            total, draws = total + best, draws + more
-        return total, draws
 
     def with_network(self, alpha_s: float | None, bytes_per_s: float | None) -> CostModel:
         """The model with a network of which alpha or beta or both are told.
@@ -182,7 +179,7 @@ class CostModel:
             network = network.with_bandwidth(bytes_per_s)
         if alpha_s is not None:
             network = network.with_alpha(alpha_s)
-        return self._with(network)
+        return replace(self, network=network)
 
     def with_faster_links(self, times: float) -> CostModel:
         """The model with a network that carries ``times`` as many bytes in a second, > 0.
@@ -195,11 +192,7 @@ class CostModel:
                 f"--faster-links is about the network, and only the memory of one host was measured: {_GIVE_NETWORK}, "
                 "or measure between hosts."
             )
-        return self._with(self.network.faster(times))
-
-    def _with(self, network: Link) -> CostModel:
-        """The model with a network that was not measured."""
-        return replace(self, network=network, reach={level: n for level, n in self.reach.items() if level != NETWORK})
+        return replace(self, network=self.network.faster(times))
 
     def as_json(self) -> dict[str, Any]:
         """For a program; seconds and bytes."""
@@ -211,7 +204,7 @@ class CostModel:
         }
 
 
-def given(alpha_s: float, bytes_per_s: float, ppn: int = 1, algorithm: str = formulas.RING) -> CostModel:
+def given(alpha_s: float, bytes_per_s: float, ppn: int = 1, algorithm: str = RING) -> CostModel:
     """A model of a network that was not measured: no intervals."""
     return CostModel(None, None, ppn, algorithm).with_network(alpha_s, bytes_per_s)
 
@@ -250,7 +243,7 @@ def fit(results: Sequence[EmulateResults], *, ppn: int | None = None, seed: int 
         host=links.get(HOST),
         network=links.get(NETWORK),
         ppn=holds,
-        algorithm=formulas.RING if labels == {formulas.RING} else LIBRARY,
+        algorithm=RING if labels == {RING} else LIBRARY,
         notes=tuple(notes),
         reach={level: max(cell.ranks for cell in found) for level, found in cells.items() if found},
         packed=max(measured),
@@ -276,7 +269,7 @@ def _cells(level: str, results: Sequence[EmulateResults]) -> list[Cell]:
         ranks, hosts = asked.ranks, asked.hosts
         if ranks == 1 or (hosts > 1) != (level == NETWORK):
             continue
-        ring = asked.algorithm == formulas.RING
+        ring = asked.algorithm == RING
         engines[ring].add(asked.engine)
         ppn = asked.ppn or -(-ranks // hosts)
         for sample in one.samples:
@@ -301,9 +294,9 @@ def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> L
 
     def terms(cell: Cell, algorithm: str) -> Terms:
         ppn = 1 if level == HOST else cell.ppn
-        return formulas.shared(formulas.RING if cell.ring else algorithm, cell.nbytes, cell.ranks, ppn)
+        return shared(RING if cell.ring else algorithm, cell.nbytes, cell.ranks, ppn)
 
-    algorithms = (formulas.RING,) if all(cell.ring for cell in cells) else _LIKELY
+    algorithms = (RING,) if all(cell.ring for cell in cells) else _LIKELY
     return fitting.fit(cells, algorithms, terms, rng)
 
 

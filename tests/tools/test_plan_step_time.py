@@ -1,5 +1,7 @@
 """From the cost of an allreduce to a step: what backward hides, who keeps whom waiting, what is left of the speed."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,10 +9,10 @@ from hypothesis import strategies as st
 from predict_measured import results
 
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.predict import model
-from hvdkit.measure.predict.overlap import Fusion, Gradient, exchange, gradients
-from hvdkit.measure.predict.prediction import Workload, predict
-from hvdkit.measure.predict.stragglers import Delays, measured
+from hvdkit.measure.plan import network as model
+from hvdkit.measure.plan import scale
+from hvdkit.measure.plan.scale import Workload, predict
+from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, exchange, gradients, measured
 
 NONE = measured([])
 AT_ONCE = Fusion(threshold=0, cycle_s=0)
@@ -110,7 +112,7 @@ def test_the_expected_range_of_exponential_delays_comes_out():
 def test_the_wait_grows_with_the_ranks_and_says_when_it_is_extrapolated():
     delays = measured([results(3, trials=100, sizes=(4096, 8192))])
     waits = [delays.expected_s(n) for n in (1, 2, 3, 10, 100, 1000, 100_000)]
-    assert waits == sorted(waits) and waits[-1] > delays.skews.max()
+    assert waits == sorted(waits) and waits[-1] == pytest.approx(delays.skews.max())
     assert [delays.extrapolates(n) for n in (2, 100, 1000)] == [False, False, True]
 
 
@@ -118,13 +120,6 @@ def test_few_skews_are_not_continued():
     delays = Delays(2, np.array([1.0, 2.0, 4.0]))
     assert delays.expected_s(100_000) == pytest.approx(4.0)
     assert delays.expected_s(2) == pytest.approx(7 / 3, rel=0.01)
-
-
-def test_a_heavy_tail_waits_longer_and_one_length_of_delay_does_not():
-    rng = np.random.default_rng(2)
-    light, heavy = rng.exponential(1.0, 1000), rng.pareto(3.0, 1000)
-    assert Delays(2, heavy).expected_s(10_000) > 2 * Delays(2, light).expected_s(10_000)
-    assert Delays(2, np.full(100, 0.5)).expected_s(10_000) == pytest.approx(0.5)
 
 
 def test_of_a_step_the_largest_skew_counts_and_of_measurements_the_one_with_most_ranks():
@@ -154,7 +149,8 @@ def test_one_rank_is_fully_efficient():
 def test_a_step_is_computation_exposed_communication_and_wait():
     delays = measured([results(3, trials=100, skew_s=1e-3)])
     for row in steps([2, 16, 512], delays=delays):
-        assert row.step.value == pytest.approx(0.3 + row.exposed.value + row.straggler.value)
+        grown = 1 + scale.GROWTH.value * math.log2(row.ranks)  # none of them was measured
+        assert row.step.value == pytest.approx((0.3 + row.exposed.value + row.straggler.value) * grown)
         assert row.efficiency.value == pytest.approx(0.3 / row.step.value)
         assert 0 < row.exposed.value < row.communication.value
         assert row.straggler.low < row.straggler.value < row.straggler.high
@@ -174,7 +170,7 @@ def test_what_ifs_do_what_they_say():
     half = steps([64], gradients=gradients(plan(*[4_000_000] * 25), fp16=True), overlap=False)[0]
     assert half.communication.value < 0.6 * apart.communication.value
     (many,) = steps([64], accumulate=4, overlap=False)
-    assert many.step.value == pytest.approx(4 * 0.3 + apart.exposed.value)
+    assert many.step.value == pytest.approx((4 * 0.3 + apart.exposed.value) * (1 + scale.GROWTH.value * 6))
     unfused = steps([64], fusion=Fusion(0, 1e-3), overlap=False)[0]
     assert unfused.buckets == 25 and apart.buckets == 1
     assert unfused.communication.value == pytest.approx(apart.communication.value + 24 * 126 * 10e-6)

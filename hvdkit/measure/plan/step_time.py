@@ -1,11 +1,17 @@
-"""Which part of the communication backward hides: gradients, fusion buckets, and what ends after backward.
+"""What a step waits for: communication that backward does not hide, and the slowest rank.
 
-The model is that of Horovod's background thread (Sergeev, Del Balso 2018, arXiv:1802.05799, for the fusion): gradients
+Overlap is that of Horovod's background thread (Sergeev, Del Balso 2018, arXiv:1802.05799, for the fusion): gradients
 become ready along backward in the order of the plan. At the start of each cycle the thread takes all that are ready,
 fills buckets up to the threshold in that order (a larger gradient is a bucket of its own), and reduces one bucket after
 the other, while backward goes on undisturbed. A cycle starts one cycle time after the last one did, or when its buckets
 are done, whichever is later. All buckets of a step take no less than one allreduce of all their bytes: a link that lets
 a burst pass faster does so once.
+
+The wait for the slowest of n ranks follows from the skew of r ranks that was measured: from the first one's arrival to
+the last one's. Delays that are independent and exponential make it the largest of r - 1 of them (the first arrival
+being the start of all others; Rényi, Acta Mathematica Hungarica 4 (1953)), so that its distribution F gives that of n
+ranks as F^((n-1)/(r-1)), which is used here for any delays. The longest skew that was measured counts as the longest
+that there is.
 """
 
 from __future__ import annotations
@@ -14,9 +20,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.plan.link import Array
 
+if TYPE_CHECKING:
+    from hvdkit.measure.emulate.results import EmulateResults
+
+_GRID = (np.arange(4000) + 0.5) / 4000
 _HALF = {"float32": 0.5, "float64": 0.25}
 """What a float16 has of the bytes of a type; the others are sent as they are."""
 
@@ -129,3 +143,65 @@ def _filled(sizes: Sequence[float], threshold: float) -> Iterator[float]:
         held += size
     if held:
         yield held
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """What was measured.
+
+    Attributes:
+        ranks: whose arrivals were compared, >= 2; 0 when nothing was measured.
+        skews: seconds, one for each step.
+        injected: some of them were asked for (`hvdkit emulate --straggler`, `--delay`).
+    """
+
+    ranks: int
+    skews: Array
+    injected: bool = False
+
+    def power(self, n: int) -> float:
+        """How many times as many delays n ranks have."""
+        return (n - 1) / (self.ranks - 1)
+
+    def extrapolates(self, n: int) -> bool:
+        """Whether the largest of n ranks' delays is expected beyond all that was measured."""
+        return self.ranks > 0 and self.power(n) > len(self.skews)
+
+    def expected_s(self, n: int) -> float:
+        """Seconds that the slowest of n ranks is behind the first, on average; 0 for n = 1."""
+        return _largest(self.skews, self.power(n)) if self._known(n) else 0.0
+
+    def draws_s(self, n: int, count: int, rng: np.random.Generator) -> Array:
+        """The same from ``count`` resamples."""
+        if not self._known(n):
+            return np.zeros(count)
+        chosen = (rng.choice(self.skews, len(self.skews)) for _ in range(count))
+        return np.array([_largest(skews, self.power(n)) for skews in chosen])
+
+    def _known(self, n: int) -> bool:
+        return n > 1 and self.ranks > 1 and len(self.skews) > 0
+
+
+def measured(results: Sequence[EmulateResults]) -> Delays:
+    """The skews of the measurement with the most ranks; of each step the largest."""
+    known = [one for one in results if one.samples and one.asked.ranks > 1]
+    if not known:
+        return Delays(0, np.array([]))
+    most = max(one.asked.ranks for one in known)
+    steps: dict[tuple[int, int], float] = {}
+    injected = False
+    for number, one in enumerate(known):
+        if one.asked.ranks == most:
+            injected = injected or bool(one.asked.straggler_s or one.asked.delay)
+            for sample in one.samples:
+                key = (number, sample.trial)
+                steps[key] = max(steps.get(key, 0.0), sample.skew_s)
+    return Delays(most, np.array(list(steps.values())), injected)
+
+
+def _largest(skews: Array, power: float) -> float:
+    """The mean of the largest of ``power`` draws: the mean over v of Q(v^(1/power)), Q being the quantiles."""
+    ordered = np.sort(skews)
+    above = -np.expm1(np.log(_GRID) / power)  # 1 - v^(1/power), exact also near 0
+    places = np.ceil((1 - above) * len(ordered)).astype(int) - 1
+    return float(ordered[np.clip(places, 0, len(ordered) - 1)].mean())

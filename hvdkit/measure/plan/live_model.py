@@ -1,16 +1,48 @@
-"""What a PyTorch model allocates in a training step, followed operation by operation at two batch sizes."""
+"""``python -m hvdkit.measure.plan.live_model QUESTION REPLY``: makes a model and measures what it needs in memory.
+
+QUESTION is JSON (see ``memory``), REPLY the file to write; frameworks are imported in this process only. PyTorch's
+steps are followed operation by operation at two batch sizes; of a Keras model the variables and the shapes of its
+layers' outputs are counted.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
+import math
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from hvdkit.common.units import count_text
+from hvdkit.common.units import ITEM_SIZES, count_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory import Made, torch_forward, torch_loss, user_code
+from hvdkit.measure.model_factory import Made, framework_of, make, reply, torch_forward, torch_loss, user_code
+from hvdkit.measure.plan.memory import STATES
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """The measured terms, and with ``question["measure"]`` what the allocator really held.
+
+    Raises:
+        InvalidArgumentError: the factory fails, or its model cannot be measured.
+    """
+    asked = question["module"], question["factory"], question["input_shape"]
+    real = make(*asked) if question["measure"] else None
+    on_meta = question["device"] == "meta" and importlib.util.find_spec("torch") is not None
+    with importlib.import_module("torch").device("meta") if on_meta else nullcontext():
+        made = make(*asked)  # so that a model for "meta" never takes the memory of its weights
+    framework = framework_of(made.model, question["framework"])
+    if framework == "tensorflow":
+        raise InvalidArgumentError("it gave a tf.Module, whose layers are not known; expected a torch or Keras model.")
+    found = {"framework": framework, **(of_torch if framework == "torch" else of_keras)(made, question)}
+    if real is not None:
+        if framework != "torch":
+            raise InvalidArgumentError("--measure counts PyTorch's allocations; leave it out for a Keras model.")
+        found["measured_peak"] = peak_of_allocator(real, question)
+    return found
 
 
 def _optimizer(name: str, parameters: Any) -> Any:
@@ -66,7 +98,7 @@ class _Live:
         self.bytes -= size
 
 
-def measure(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
+def of_torch(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
     """The terms at ``question["batch"]`` samples, from steps at two smaller batch sizes.
 
     Inputs whose first length is that of the first input are repeated or cut to a batch size; others stay as they are.
@@ -130,7 +162,8 @@ def _course(made: Made, batch: int, question: Mapping[str, Any]) -> tuple[list[i
     own = [*model.parameters(), *model.buffers()]
     live.add(own)
     live.add(inputs)
-    with _failures_told(made, batch, question["device"]), live.following():
+    fused = _fused_attention() if question["device"] == "meta" else nullcontext()
+    with _failures_told(made, batch, question["device"]), fused, live.following():
         _step(made, model, optimizer, inputs)
         live.course.clear()
         with _saved_for_backward(own) as saved:
@@ -145,6 +178,32 @@ def _course(made: Made, batch: int, question: Mapping[str, Any]) -> tuple[list[i
         "activations": sum(saved.values()),
         "gradient_size": size / numbers if numbers else 4.0,
     }
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Attention on meta by the kernel of CPUs, which as those of GPUs keeps no matrix of attention; meta's own does.
+
+    PyTorch has no setting for it, so that its function is replaced: a model that imported the function by its name
+    keeps the other, and is estimated too high.
+    """
+    import torch
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def fused(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+              is_causal: bool = False, **options: Any) -> Any:  # fmt: skip
+        if attn_mask is not None or options.get("enable_gqa"):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, is_causal=is_causal, scale=options.get("scale"))[0]
+
+    functions: Any = torch.nn.functional
+    functions.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        functions.scaled_dot_product_attention = attention
 
 
 def _failures_told(made: Made, batch: int, device: str) -> AbstractContextManager[None]:
@@ -202,8 +261,10 @@ def _inputs(made: Made, batch: int) -> Any:
         if not _is_tensor(value) or value.dim() == 0 or len(value) != given:
             return value
         if value.device.type == "meta":
-            return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device="meta")
-        return value[torch.arange(batch) % given]
+            found = torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device="meta")
+        else:
+            found = value.detach()[torch.arange(batch) % given]
+        return found.requires_grad_(value.requires_grad)
 
     return tree_map(resized, made.inputs)
 
@@ -241,3 +302,68 @@ def _bytes(tensors: list[Any]) -> int:
 def _line(at_first: int, at_second: int, first: int, second: int, wanted: int) -> int:
     """The value at ``wanted`` of the line through two points."""
     return round(at_first + (at_second - at_first) * (wanted - first) / (second - first))
+
+
+_VIEWS = ("InputLayer", "Flatten", "Reshape")
+"""Layers of Keras whose output is their input."""
+
+
+def of_keras(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
+    """The terms at ``question["batch"]`` samples; activations are the outputs of the layers, an estimate.
+
+    Raises:
+        InvalidArgumentError: the model is not built, so that its shapes are not known.
+    """
+    if not made.model.built and made.input_shape is not None:
+        made.model.build((None, *made.input_shape[1:]))
+    if not made.model.built:
+        raise InvalidArgumentError(
+            "the model is not built, so that its shapes are not known; give it an Input layer, or --input-shape."
+        )
+    gradients = _bytes_of_variables(made.model.trainable_variables)
+    numbers = sum(math.prod(variable.shape) for variable in made.model.trainable_variables)
+    return {
+        "parameters": _bytes_of_variables(made.model.variables),
+        "gradients": gradients,
+        "states": gradients * STATES[question["optimizer"]],
+        "activations": sum(times * _outputs(layer, question["batch"]) for layer, times in _layers(made.model)),
+        "gradient_size": gradients / numbers if numbers else 4.0,
+        "peak": None,
+    }
+
+
+def _bytes_of_variables(variables: Iterable[Any]) -> int:
+    return sum(math.prod(variable.shape) * ITEM_SIZES.get(str(variable.dtype), 4) for variable in variables)
+
+
+def _layers(model: Any) -> Iterable[tuple[Any, int]]:
+    """The layers in it, also those of models in it, and how often a step calls each."""
+    for layer in model.layers:
+        times = _calls(model, layer)
+        if hasattr(layer, "layers"):
+            yield from ((inner, times * inner_times) for inner, inner_times in _layers(layer))
+        elif type(layer).__name__ not in _VIEWS:
+            yield layer, times
+
+
+def _calls(model: Any, layer: Any) -> int:
+    graph = getattr(model, "_functional", None) or model  # a Sequential keeps its graph there
+    depths = getattr(graph, "_nodes_by_depth", None) or {}
+    return sum(node.operation is layer for nodes in depths.values() for node in nodes) or 1
+
+
+def _outputs(layer: Any, batch: int) -> int:
+    try:
+        output = layer.output
+    except (AttributeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"the output shape of layer {layer.name!r} is not known; expected a Sequential or functional model, whose "
+            "layers are connected."
+        ) from error
+    tensors = output if isinstance(output, list | tuple) else [output]
+    shapes = [[batch if length is None else length for length in tensor.shape] for tensor in tensors]
+    return sum(math.prod(shape) * ITEM_SIZES.get(str(layer.compute_dtype), 4) for shape in shapes)
+
+
+if __name__ == "__main__":
+    reply(answer, sys.argv[1:])

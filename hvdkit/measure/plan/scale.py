@@ -1,0 +1,402 @@
+"""``hvdkit plan scale``: the time of a step on more ranks than there are, from what was measured on a few."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from hvdkit.common import json_files, plot
+from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks
+from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.common.json_files import Document
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import bytes_text, interval_text
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults
+from hvdkit.measure.plan import network
+from hvdkit.measure.plan.link import FLAT, Array, Link, estimated
+from hvdkit.measure.plan.network import CostModel
+from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, PredictedExchange, exchange, gradients, measured
+
+BACKWARD_SHARE = 2 / 3
+"""Backward computes two products for each one of forward: with respect to the inputs and to the weights."""
+GROWTH = Estimate(0.024, 0.0085, 0.067)
+"""What each doubling of the ranks beyond those that were measured adds to a step, as a share of it: negotiation,
+stragglers, other traffic, a link below its nominal rate. The median and the extremes of the 17 published efficiencies
+that docs/plan.md compares with."""
+_DRAWS = 200
+_DOUBLING = tuple(2**power for power in range(11))
+_MIB = 2**20
+_TENSORS = 100
+"""About as many weights as Inception V3 and ResNet-101 have, which docs/plan.md compares with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a rank does in a step.
+
+    Attributes:
+        gradients: in the order in which they become ready; see ``step_time.gradients``.
+        compute_s: seconds of forward, backward and update in one process, > 0; None when they are not known.
+        fusion: Horovod's settings.
+        accumulate: backward passes before each allreduce, >= 1 (backward_passes_per_step).
+        overlap: whether communication runs beside backward; else it begins when backward has ended.
+    """
+
+    gradients: tuple[Gradient, ...]
+    compute_s: float | None = None
+    fusion: Fusion = field(default_factory=Fusion)
+    accumulate: int = 1
+    overlap: bool = True
+
+    @property
+    def hiding_s(self) -> float:
+        """Seconds of backward that communication can hide behind: those of the last pass alone."""
+        return BACKWARD_SHARE * self.compute_s if self.overlap and self.compute_s is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionRow:
+    """One number of ranks. Seconds; a step is one update of the weights.
+
+    Attributes:
+        ranks, hosts: how many.
+        buckets: allreduces in a step.
+        communication: of all of them; as straggler, step and efficiency None where the model does not hold.
+        exposed: what of it, and of waiting for it, is not hidden behind backward; None without a time of computation.
+        straggler: the wait for the slowest rank.
+        step: of computation, exposed communication and wait, times ``GROWTH`` where so many ranks were not measured.
+        efficiency: computation / step: what of n times the speed of one process is left.
+        extrapolated: the slowest of so many ranks is expected beyond all delays that were measured.
+        refused: why there is no number; None where there is one.
+    """
+
+    ranks: int
+    hosts: int
+    buckets: int = 0
+    communication: Estimate | None = None
+    exposed: Estimate | None = None
+    straggler: Estimate | None = None
+    step: Estimate | None = None
+    efficiency: Estimate | None = None
+    extrapolated: bool = False
+    refused: str | None = None
+
+
+_TIMES = ("communication", "exposed", "straggler", "step")
+
+
+class PlannedScale(Document, frozen=True):
+    """A prediction; seconds and bytes.
+
+    Attributes:
+        model: what an allreduce costs: its algorithm, ``ppn``, and by level ("host", "network") the parameters, the
+            pieces of the line through sizes, and what is left over; None for a level that is not known.
+        assumed: what was given beside the measurements, by the names of the options, times in seconds.
+        rows: one for each number of ranks.
+        notes: what a reader should know, full sentences.
+        confidence: of the intervals.
+    """
+
+    kind = "plan-scale"
+    written_by = "hvdkit plan scale --json"
+    times = frozenset(_TIMES)
+
+    model: dict[str, Any]
+    assumed: dict[str, Any]
+    rows: tuple[PredictionRow, ...]
+    notes: tuple[str, ...]
+    confidence: float = CONFIDENCE
+
+
+def predict(
+    model: CostModel, delays: Delays, work: Workload, ranks: Sequence[int], algorithm: str | None = None, seed: int = 0
+) -> list[PredictionRow]:
+    """A row for each number of ranks; without numbers, and with the reason, where the model refuses so many.
+
+    Args:
+        model: what an allreduce costs.
+        delays: how far apart ranks arrive.
+        work: what a rank does.
+        ranks: each >= 1.
+        algorithm: as in ``CostModel.allreduce_s``.
+        seed: of the resamples.
+    """
+    rows = []
+    for n in ranks:
+        try:
+            refused = model.why_not(n)
+            found = _row(model, delays, work, n, algorithm, np.random.default_rng([seed, n])) if not refused else None
+        except InvalidArgumentError as error:
+            found, refused = None, str(error)
+        rows.append(found or PredictionRow(n, model.hosts(n), refused=refused))
+    return rows
+
+
+def _row(
+    model: CostModel, delays: Delays, work: Workload, n: int, algorithm: str | None, rng: np.random.Generator
+) -> PredictionRow:
+    best, draws = _exchanges(model, work, n, algorithm)
+    wait, waits = delays.expected_s(n), delays.draws_s(n, _DRAWS, rng)
+    late = np.array([one.exposed_s for one in draws])
+    found = PredictionRow(
+        n,
+        model.hosts(n),
+        len(best.buckets),
+        communication=estimated(best.busy_s, np.array([one.busy_s for one in draws])),
+        straggler=estimated(wait, waits),
+        extrapolated=delays.extrapolates(n),
+    )
+    if work.compute_s is None:
+        return found
+    compute = work.accumulate * work.compute_s
+    step = estimated(compute + best.exposed_s + wait, compute + late + waits)
+    if n > model.measured(n):
+        doublings = math.log2(n / model.measured(n))
+        low, value, high = (1 + doublings * (share or 0.0) for share in (GROWTH.low, GROWTH.value, GROWTH.high))
+        ends = (step.value if end is None else end for end in (step.low, step.high))
+        step = Estimate(step.value * value, *(end * factor for end, factor in zip(ends, (low, high), strict=True)))
+    if step.low is not None:
+        step = replace(step, low=max(step.low, compute))
+    efficiency = Estimate(compute / step.value, *(end and compute / end for end in (step.high, step.low)))
+    return replace(found, exposed=estimated(best.exposed_s, late), step=step, efficiency=efficiency)
+
+
+def _exchanges(
+    model: CostModel, work: Workload, n: int, algorithm: str | None
+) -> tuple[PredictedExchange, list[PredictedExchange]]:
+    """What becomes of the gradients by the best parameters, and by each draw of them."""
+    known: dict[float, tuple[float, Array]] = {}
+
+    def costs(nbytes: float) -> tuple[float, Array]:
+        if nbytes not in known:
+            known[nbytes] = model.draws_s(nbytes, n, algorithm)
+        return known[nbytes]
+
+    def by_draw(draw: int) -> Callable[[float], float]:
+        return lambda nbytes: float(costs(nbytes)[1][draw])
+
+    if n == 1:
+        nothing = PredictedExchange((), 0.0, 0.0)
+        return nothing, [nothing] * _DRAWS
+    best = exchange(work.gradients, work.hiding_s, work.fusion, lambda nbytes: costs(nbytes)[0])
+    if all(np.ptp(draws) == 0 for _, draws in known.values()):
+        return best, [best] * _DRAWS
+    return best, [exchange(work.gradients, work.hiding_s, work.fusion, by_draw(draw)) for draw in range(_DRAWS)]
+
+
+_PARAMETERS = {
+    "overhead_s": ("overhead", 1e6, "us"),
+    "alpha_s": ("alpha", 1e6, "us"),
+    "beta_s_per_byte": ("beta", 1e9, "ns/byte"),
+    "gamma_s_per_byte": ("gamma", 1e9, "ns/byte"),
+}
+
+
+def _page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str]) -> Page:
+    """The parameters of the model and a line for each number of ranks."""
+    lines = [
+        f"{where}: {_parameters(link)}"
+        for where, link in (("Within a host", model.host), ("Between hosts", model.network))
+        if link is not None
+    ]
+    cells = []
+    for row in rows:
+        times = [getattr(row, name) for name in _TIMES]
+        words = [None if one is None else interval_text(one.scaled(1000)) for one in times]
+        if row.extrapolated:
+            words[2] = f"{words[2] or '-'}*"
+        efficiency = None if row.efficiency is None else interval_text(row.efficiency)
+        cells.append([row.ranks, row.hosts, *words, efficiency])
+    names = ("ranks", "hosts", *(f"{name} ms" for name in _TIMES), "efficiency")
+    return Page([*lines, Table("Prediction with 95% intervals, where there are any", names, cells)], notes)
+
+
+def _parameters(link: Link) -> str:
+    told = link.parameters()
+    words = [
+        f"{name} {interval_text(told[key].scaled(factor))} {unit}"
+        for key, (name, factor, unit) in _PARAMETERS.items()
+        if key in told
+    ]
+    return f"{link.algorithm}, {', '.join(words)}"
+
+
+def _draw(axes: Any, rows: Sequence[PredictionRow]) -> None:
+    known = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
+    ranks = [n for n, _ in known]
+    axes.fill_between(
+        ranks,
+        [one.value if one.low is None else one.low for _, one in known],
+        [one.value if one.high is None else one.high for _, one in known],
+        alpha=0.25,
+        label="interval",
+    )
+    axes.plot(ranks, [one.value for _, one in known], marker="o", label="predicted")
+    axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
+    axes.legend()
+
+
+@click.command()
+@click.option("--fit", type=FILE, multiple=True, metavar="FILE...",
+              help="Files of `hvdkit emulate --json`. One host, several hosts, or both; two numbers of ranks or more.",
+              )  # fmt: skip
+@click.argument("more", nargs=-1, type=FILE, metavar="")
+@click.option("--at", callback=numbers_of_ranks, metavar="N,...",
+              help="Numbers of ranks.  [default: 1, 2, 4 ... 1024, as far as the measurements reach]")  # fmt: skip
+@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks per host.  [default: as measured]")
+@click.option("--step-ms", type=float, callback=number(0, above=True), metavar="MS",
+              help="Forward, backward and update in one process; without it only communication is predicted.",
+              )  # fmt: skip
+@click.option("--plan", type=FILE, metavar="FILE",
+              help="Gradients, as `hvdkit emulate sizes -o` wrote them.  [default: the plan in the first --fit file]",
+              )  # fmt: skip
+@click.option("--parameters", callback=large_count, metavar="P",
+              help=f"In place of --plan: how many a model has, such as 25557032 or 7B, in {_TENSORS} equal float32 "
+              "gradients.")  # fmt: skip
+@click.option("--algorithm", type=click.Choice([network.LIBRARY, *FLAT]),
+              help="Allreduce algorithm of the model  [default: as measured]")  # fmt: skip
+@click.option("--alpha-us", type=float, callback=number(0), metavar="US",
+              help="Latency of the network (alpha): microseconds per message.")  # fmt: skip
+@click.option("--bandwidth-gbit", type=float, callback=number(0, above=True), metavar="G",
+              help="Bandwidth of one host's link, in Gbit/s.")  # fmt: skip
+@click.option("--faster-links", type=float, callback=number(0, above=True), metavar="X",
+              help="Predict for a network with X times the bandwidth.")  # fmt: skip
+@click.option("--fp16-allreduce", "fp16", is_flag=True, help="Predict for gradients sent in half precision.")
+@click.option("--accumulate", type=AT_LEAST_1, default=1, metavar="K",
+              help="Predict for K backward passes before each allreduce.")  # fmt: skip
+@click.option("--fusion-threshold-mb", type=float, default=128, callback=number(0), metavar="MIB",
+              help="Horovod's fusion buffer in MiB, 0 for none.")  # fmt: skip
+@click.option("--cycle-time-ms", type=float, default=1, callback=number(0), metavar="MS",
+              help="Horovod's cycle time.")  # fmt: skip
+@click.option("--no-overlap", is_flag=True, help="Predict without overlap: communication starts after backward.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--json", "form", flag_value="json", help="Print JSON, in seconds.")
+@click.option("--plot", "figure", type=PATH, metavar="FILE", help="Draw the efficiency, too: .png, .svg or .pdf.")
+def scale(**given: Any) -> int:
+    """Predict the time of a training step on more ranks than you have.
+
+    A model of alpha (latency of a message), beta (time per byte) and gamma (time per sum) is fitted to measurements of
+    `hvdkit emulate` on a few ranks. The step also counts what overlaps with backward, and the wait for the slowest
+    rank. Measurements within one host say nothing about a network: beyond one host its latency and bandwidth have to
+    be measured or given.
+
+    \b
+    Examples:
+      hvdkit plan scale --fit two.json three.json --at 4,8,512 --step-ms 120 --plan model.json
+      hvdkit plan scale --fit host.json --alpha-us 5 --bandwidth-gbit 100 --at 64 --step-ms 120 --fp16-allreduce
+      hvdkit plan scale --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --at 512 --step-ms 489 --parameters 138M
+
+    Exit status: 0 success, 1 a file cannot be used, 2 for bad usage, or when no number of ranks can be predicted.
+    """
+    if given["figure"] is not None and given["step_ms"] is None:
+        raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
+    if given["figure"] is not None:
+        plot.check(given["figure"])
+    files = [json_files.read(path, EmulateResults) for path in (*given["fit"], *given["more"])]
+    costs = _model(files, given)
+    replayed = _plan(files, given["plan"], given["parameters"])
+    delays = measured(files)
+    work = Workload(
+        gradients(replayed, given["fp16"]),
+        None if given["step_ms"] is None else given["step_ms"] / 1000,
+        Fusion(given["fusion_threshold_mb"] * _MIB, given["cycle_time_ms"] / 1000),
+        given["accumulate"],
+        not given["no_overlap"],
+    )
+    rows = predict(costs, delays, work, given["at"] or _DOUBLING, given["algorithm"])
+    if given["at"] is None:
+        rows = [row for row in rows if row.refused is None]
+    if all(row.refused for row in rows):
+        raise InvalidArgumentError(f"nothing can be predicted. {rows[0].refused if rows else ''}")
+    notes = [*costs.notes, *_notes(replayed, delays, costs, rows, given)]
+    asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
+    for unit, seconds in (("_ms", 1e-3), ("_us", 1e-6)):
+        asked = json_files.in_seconds(asked, frozenset(name for name in asked if name.endswith(unit)), seconds)
+    if given["figure"] is not None:
+        plot.write(given["figure"], lambda axes: _draw(axes, rows), size=(6, 4))
+    _page(costs, rows, notes).print(given["form"], PlannedScale(costs.as_json(), asked, tuple(rows), tuple(notes)))
+    return 0
+
+
+def _model(files: list[EmulateResults], given: dict[str, Any]) -> CostModel:
+    alpha_us, gbit = given["alpha_us"], given["bandwidth_gbit"]
+    alpha_s = None if alpha_us is None else alpha_us * 1e-6
+    rate = None if gbit is None else gbit * 1e9 / 8
+    if files:
+        costs = network.fit(files, ppn=given["ppn"]).with_network(alpha_s, rate)
+    elif alpha_s is None or rate is None:
+        raise InvalidArgumentError(
+            "there is nothing to predict from: give --fit with files of 'hvdkit emulate --json', or a network with "
+            "both --alpha-us and --bandwidth-gbit."
+        )
+    else:
+        costs = network.given(alpha_s, rate, given["ppn"] or 1)
+    return costs if given["faster_links"] is None else costs.with_faster_links(given["faster_links"])
+
+
+def _plan(files: list[EmulateResults], path: Path | None, parameters: int | None) -> ReplayPlan:
+    if path is not None and parameters is not None:
+        raise InvalidArgumentError("--plan and --parameters both say which gradients there are; give one of them.")
+    if parameters is not None:
+        ends = [parameters * part // _TENSORS for part in range(_TENSORS + 1)]
+        sizes = [end - start for start, end in itertools.pairwise(ends) if end > start]
+        return ReplayPlan(tuple(Collective(f"layer{at}", elements) for at, elements in enumerate(sizes, start=1)))
+    if path is not None:
+        return json_files.read(path, ReplayPlan)
+    if not files:
+        raise InvalidArgumentError(
+            "without --fit the gradients have to be named: --plan FILE of 'hvdkit emulate sizes', or --parameters."
+        )
+    return files[0].plan
+
+
+def _notes(
+    replayed: ReplayPlan, delays: Delays, costs: CostModel, rows: Sequence[PredictionRow], given: dict[str, Any]
+) -> list[str]:
+    """Sentences below the prediction: what is missing, assumed or not measured."""
+    own = given["plan"] or given["parameters"]
+    origin = "" if own else ", the plan that was measured; --plan or --parameters name those of a model"
+    notes = [*dict.fromkeys(f"No number for {row.ranks} ranks: {row.refused}" for row in rows if row.refused)]
+    notes.append(f"Gradients: {len(replayed.collectives)} of {bytes_text(replayed.nbytes)} in all{origin}.")
+    if given["step_ms"] is None:
+        notes.append("Without --step-ms nothing is known of computation: all gradients are taken to be ready at once.")
+    elif not any(one.gap_s for one in replayed.collectives):
+        notes.append("The plan has no computation gaps: each gradient is taken to need the same share of backward.")
+    if costs.network is not None and not costs.network.residuals:
+        notes.append(
+            "The network is as given, not measured: communication knows nothing of how far off it may be. Clusters of "
+            "one nominal bandwidth have been published with 45 to 80% on 128 ranks (docs/plan.md); measure 2 hosts."
+        )
+    guessed = [str(row.ranks) for row in rows if row.step is not None and row.ranks > costs.measured(row.ranks)]
+    if guessed:
+        low, value, high = (f"{100 * (share or 0.0):.2g}" for share in (GROWTH.low, GROWTH.value, GROWTH.high))
+        notes.append(
+            f"Not measured: {', '.join(guessed)} ranks. Steps are {value}% longer for each doubling of the ranks "
+            f"beyond the measured ones, from {low} to {high}%, as published trainings were (docs/plan.md)."
+        )
+    if delays.ranks == 0:
+        notes.append("No delays were measured: stragglers count as 0.")
+    elif any(row.extrapolated for row in rows):
+        notes.append(
+            f"*: the slowest of so many ranks is expected beyond all {len(delays.skews)} skews that were measured on "
+            f"{delays.ranks} ranks, of which the longest counts."
+        )
+    if delays.injected:
+        notes.append(
+            "Delays were injected when it was measured (--straggler, --delay): the stragglers are made up, too."
+        )
+    if given["at"] is None and rows[-1].ranks < _DOUBLING[-1]:
+        notes.append(
+            f"Beyond {rows[-1].ranks} ranks a network is needed that was not measured: give --alpha-us and "
+            "--bandwidth-gbit, or measure between hosts."
+        )
+    return notes

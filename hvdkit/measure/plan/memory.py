@@ -136,7 +136,16 @@ def of_numbers(
     kept = STATES[optimizer] + 1 if mixed else STATES[optimizer]
     state_size = _FULL_PRECISION if mixed else size
     copy = ", a float32 copy of the parameters among them" if mixed else ""
-    activations, activations_how = _activations(size, batch, layers, sequence, hidden, heads, vocabulary, checkpointing)
+    activations, activations_how = _activations(
+        size=size,
+        batch=batch,
+        layers=layers,
+        sequence=sequence,
+        hidden=hidden,
+        heads=heads,
+        vocabulary=vocabulary,
+        checkpointing=checkpointing,
+    )
     how = {
         "parameters": weights,
         "gradients": weights,
@@ -186,6 +195,7 @@ def per_rank(need: Need, ranks: int) -> PerRank:
 
 
 def _activations(
+    *,
     size: int,
     batch: int,
     layers: int | None,
@@ -323,6 +333,11 @@ def memory(
 def _need(
     ctx: click.Context, *, model: str | None, fusion_threshold_mb: float | None, **wanted: Any
 ) -> tuple[Need, dict[str, Any]]:
+    """The terms, from a model or from numbers, and what the model's process said beside them.
+
+    Raises:
+        InvalidArgumentError: options that do not go together, or what ``of_numbers`` and ``_of_model`` raise.
+    """
     if (model is None) == (wanted["parameters"] is None):
         raise InvalidArgumentError("give either --model or --parameters, and not both.")
     foreign = _OF_NUMBERS if model is not None else _OF_MODELS

@@ -144,6 +144,11 @@ def predict(
 def _row(
     model: CostModel, delays: Delays, work: Workload, n: int, algorithm: str | None, rng: np.random.Generator
 ) -> PredictionRow:
+    """The prediction for ``n`` ranks with its intervals; ``rng`` resamples the delays. The others: as in ``predict``.
+
+    Raises:
+        InvalidArgumentError: as ``CostModel.draws_s``.
+    """
     best, draws = _exchanges(model, work, n, algorithm)
     wait, waits = delays.expected_s(n), delays.draws_s(n, _DRAWS, rng)
     late = np.array([one.exposed_s for one in draws])

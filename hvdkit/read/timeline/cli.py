@@ -14,8 +14,8 @@ SUBCOMMANDS = {
 
 _MOVED = {
     "diff": "hvdkit diff A B",
-    "slice": "hvdkit timeline summary FILE --since S --until S",
-    "export": "open the file itself in https://ui.perfetto.dev",
+    "slice": "hvdkit timeline report FILE -o HTML --since S --until S",
+    "export": "https://ui.perfetto.dev",
 }
 
 

@@ -102,8 +102,8 @@ def test_the_script_is_not_run_and_its_modules_are_not_imported(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("gone.py", None, "does not exist"),
-        ("folder.py", "folder", "is a directory"),
+        ("gone.py", None, "No such file"),
+        ("folder.py", "folder", "Is a directory"),
         ("latin.py", "x = 'é'".encode("latin-1"), "is not UTF-8"),
         ("wrong.py", b"# coding: ascii\nx = '\xe9'\n", "is not UTF-8 (byte 21)"),
         ("unknown.py", b"# coding: no-such\nx = '\xe9'\n", "is not UTF-8"),

@@ -121,6 +121,9 @@ def test_the_loader_keeps_its_options() -> None:
 def test_a_rate_that_is_not_given_is_the_optimizers_own() -> None:
     made = after(HEAD + LOOP.replace("SGD(model.parameters(), lr=0.1)", "Adam(model.parameters())"))
     assert "Adam(model.parameters(), lr=hk.scale_lr(0.001, world))" in made
+    groups = "[{'params': model.parameters(), 'lr': 0.2}]"
+    made = after(HEAD + LOOP.replace("model.parameters()", groups))
+    assert "'lr': hk.scale_lr(0.2, world)}], lr=hk.scale_lr(0.1, world))" in made
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ class Script:
     Attributes:
         path: as the user gave it.
         tree: the whole file.
+        content: its bytes.
     """
 
     path: str
     tree: ast.Module
+    content: bytes = b""
 
 
 def read_script(path: str) -> Script:
@@ -34,15 +36,23 @@ def read_script(path: str) -> Script:
         InvalidArgumentError: it is not there, not a file, not text in its encoding (PEP 263) or not Python (with
             the line).
     """
-    text = _read(path)
     if Path(path).suffix == ".ipynb":
         raise InvalidArgumentError(
             f"{path} is a notebook, expected a Python script; run `jupyter nbconvert --to script {path}` first."
         )
     try:
+        content = files.content(Path(path))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the style of a script that is not ours
-            return Script(path, ast.parse(text, filename=path))
+            return Script(path, ast.parse(decoded(content)[0], filename=path), content)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{path} cannot be read ({error.strerror}); give the path of a Python script."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"{path} is not UTF-8 (byte {error.start}), as Python scripts without a coding line are; save it as UTF-8."
+        ) from error
     except SyntaxError as error:
         reason = " ".join((error.msg or "invalid syntax").split())
         raise InvalidArgumentError(
@@ -62,27 +72,13 @@ def too_deep(path: str) -> InvalidArgumentError:
     )
 
 
-def _read(path: str) -> str:
+def decoded(content: bytes) -> tuple[str, str]:
+    """A script's text, and its encoding: UTF-8, or what its coding line says."""
+    encoding = "utf-8-sig" if content.startswith(b"\xef\xbb\xbf") else "utf-8"
     try:
-        return _decoded(files.content(Path(path)))
-    except FileNotFoundError as error:
-        raise InvalidArgumentError(f"{path} does not exist; give the path of a Python script.") from error
-    except IsADirectoryError as error:
-        raise InvalidArgumentError(f"{path} is a directory, expected Python scripts; give {path}/*.py.") from error
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(
-            f"{path} is not UTF-8 (byte {error.start}), as Python scripts without a coding line are; save it as UTF-8."
-        ) from error
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"{path} cannot be read ({error.strerror}); give a file that you may read."
-        ) from error
-
-
-def _decoded(content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
+        return content.decode(encoding), encoding
     except UnicodeDecodeError:
         with suppress(SyntaxError, UnicodeDecodeError, LookupError):  # no coding line, or a wrong one
-            return content.decode(tokenize.detect_encoding(io.BytesIO(content).readline)[0])
+            encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+            return content.decode(encoding), encoding
         raise

@@ -8,11 +8,9 @@ import re
 import tokenize
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-from hvdkit.common import files
-from hvdkit.prepare.check.source import read_script
+from hvdkit.prepare.check.source import decoded, read_script
 
 Change = Callable[[str], str]
 """Makes the new text of a piece, from its text in which all that lies within has changed."""
@@ -41,8 +39,7 @@ class ScriptText:
 
     def __init__(self, path: str, content: bytes, tree: ast.Module) -> None:
         self.path, self.content, self.tree = path, content, tree
-        self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
-        text = content.decode(self.encoding)
+        text, self.encoding = decoded(content)
         self.data = text.encode()
         self.newline = next(iter(re.findall(r"\r\n|\r|\n", text)), "\n")
         self.starts = [0, *(one.end() for one in re.finditer(rb"\r\n|\r|\n", self.data))]
@@ -88,8 +85,8 @@ def read(path: str) -> ScriptText:
     Raises:
         InvalidArgumentError: as ``check.source.read_script``.
     """
-    tree = read_script(path).tree
-    return ScriptText(path, files.content(Path(path)), tree)
+    script = read_script(path)
+    return ScriptText(path, script.content, script.tree)
 
 
 class Edits:

@@ -11,7 +11,7 @@ from textwrap import fill
 from hvdkit.common.units import count_text
 from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.report import check_script
-from hvdkit.prepare.check.source import Script
+from hvdkit.prepare.check.source import Script, decoded
 from hvdkit.prepare.check.steps import UNDECIDED
 from hvdkit.prepare.port import from_ddp, from_horovod, from_single
 from hvdkit.prepare.port.edits import Edits, ScriptText
@@ -103,7 +103,7 @@ def port(text: ScriptText) -> Ported:
 
 def _parsed(path: str, content: bytes) -> ScriptText:
     try:
-        return ScriptText(path, content, ast.parse(content))
+        return ScriptText(path, content, ast.parse(decoded(content)[0]))
     except SyntaxError as error:
         raise Unsure(
             1, f"the changes do not fit its text (line {error.lineno})", "port it by docs/migrate.md"

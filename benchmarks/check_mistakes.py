@@ -1,4 +1,4 @@
-"""The mistakes that ``check_rates.py`` plants in correct scripts, each a small change at one place of the text.
+"""The mistakes that ``check_rates.py`` injects into correct scripts, each a small change at one place of the text.
 
 A mistake yields the changes that it knows for a script, one for each place; nothing where the script has no such place.
 It is written for how the scripts look, not for what `hvdkit check` knows: it goes by the names in the text.
@@ -98,16 +98,16 @@ class Mistake:
 
     rule: str
     what: str
-    plant: Callable[[Text], Iterator[Change]]
+    inject: Callable[[Text], Iterator[Change]]
 
 
 MISTAKES: list[Mistake] = []
 
 
 def mistake(rule: str, what: str) -> Callable[[Callable[[Text], Iterator[Change]]], Callable]:
-    def keep(plant: Callable[[Text], Iterator[Change]]) -> Callable:
-        MISTAKES.append(Mistake(rule, what, plant))
-        return plant
+    def keep(inject: Callable[[Text], Iterator[Change]]) -> Callable:
+        MISTAKES.append(Mistake(rule, what, inject))
+        return inject
 
     return keep
 

@@ -1,13 +1,13 @@
-"""How often `hvdkit check` is wrong: correct scripts that it blames, and planted mistakes that it does not see.
+"""How often `hvdkit check` is wrong: correct scripts that it blames, and injected mistakes that it does not see.
 
     python benchmarks/check_rates.py
     python benchmarks/check_rates.py --missed
     python benchmarks/check_rates.py --scripts ~/horovod/examples/pytorch/*.py
 
 Correct scripts are those of ``examples/`` and ``tests/data/check/correct/`` that train in several processes. Each
-mistake of ``check_mistakes.py`` is planted in each of them, at one place after the other, wherever the script has such
+mistake of ``check_mistakes.py`` is injected in each of them, at one place after the other, wherever the script has such
 a place. A mistake is missed when the rule that it breaks is reported no more often than for the script as it was.
-Printed are, by rule, the correct scripts with a finding (false) and the planted mistakes that were not found (missed),
+Printed are, by rule, the correct scripts with a finding (false) and the injected mistakes that were not found (missed),
 with the upper end of the exact 95 % interval of each share (Clopper and Pearson 1934, Biometrika 26:404).
 Nothing is run: a script is read, changed in memory and read again.
 """
@@ -43,29 +43,29 @@ def found(path, tree):
     return Counter(finding.rule for finding in check_script(Script(path, tree)).findings)
 
 
-def planted(tree):
+def injected(tree):
     """The rule, the mistake and the changed text, for every mistake at every place of a script."""
     for mistake in MISTAKES:
-        for place in range(len(list(mistake.plant(Text(copy.deepcopy(tree)))))):
+        for place in range(len(list(mistake.inject(Text(copy.deepcopy(tree)))))):
             changed = Text(copy.deepcopy(tree))
-            list(mistake.plant(changed))[place]()
+            list(mistake.inject(changed))[place]()
             yield mistake, changed.written()
 
 
 def measure(paths, missed):
-    """By rule: correct scripts with a finding, planted mistakes, and those of them that were not found."""
-    false, planted_, lost, clean = Counter(), Counter(), Counter(), 0
+    """By rule: correct scripts with a finding, injected mistakes, and those of them that were not found."""
+    false, injected_, lost, clean = Counter(), Counter(), Counter(), 0
     for path in paths:
         tree = read_script(path).tree
         before = found(path, tree)
         false.update(set(before))
         clean += not before
-        for mistake, text in planted(tree):
-            planted_[mistake.rule] += 1
+        for mistake, text in injected(tree):
+            injected_[mistake.rule] += 1
             if found(path, ast.parse(text))[mistake.rule] <= before[mistake.rule]:
                 lost[mistake.rule] += 1
                 missed(path, mistake, text)
-    return false, planted_, lost, len(paths) - clean
+    return false, injected_, lost, len(paths) - clean
 
 
 def at_most(hits, trials):
@@ -76,11 +76,11 @@ def at_most(hits, trials):
 
 
 def table(paths, missed=lambda *_: None):
-    false, planted_, lost, blamed = measure(paths, missed)
-    lines = ["| rule | false | planted | missed |", "|---|---|---|---|"]
+    false, injected_, lost, blamed = measure(paths, missed)
+    lines = ["| rule | false | injected | missed |", "|---|---|---|---|"]
     for name in dict.fromkeys(rule.name for rule in RULES):
-        lines.append(f"| {name} | {false[name]} | {planted_[name]} | {lost[name]} |")
-    total, gone = sum(planted_.values()), sum(lost.values())
+        lines.append(f"| {name} | {false[name]} | {injected_[name]} | {lost[name]} |")
+    total, gone = sum(injected_.values()), sum(lost.values())
     lines.append(f"| all | {blamed} of {len(paths)} scripts | {total} | {gone} |")
     shares = [f"{100 * hits / trials:.1f} % (at most {at_most(hits, trials):.1f} %)" for hits, trials in
               ((blamed, len(paths)), (gone, total)) if trials]  # fmt: skip
@@ -108,8 +108,8 @@ def write(paths, directory):
     for path in paths:
         folder = directory / "-".join(Path(path).parts[-2:]).removesuffix(".py")
         folder.mkdir(parents=True, exist_ok=True)
-        for number, (mistake, text) in enumerate(planted(read_script(path).tree)):
-            (folder / f"{mistake.rule}-{number}.py").write_text(f"# planted: {mistake.what}\n{text}\n")
+        for number, (mistake, text) in enumerate(injected(read_script(path).tree)):
+            (folder / f"{mistake.rule}-{number}.py").write_text(f"# injected: {mistake.what}\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def small(hk: Any, world: Any, kind: str = "float64") -> dict[str, Any]:
 
 
 def in_one_process(block: str, names: dict[str, Any]) -> list[float]:
-    """The weights after a block on the union batch, without what is between ranks."""
+    """The weights after a block on the global batch, without what is between ranks."""
     lines = [line for line in block.splitlines() if not re.search(r"hvd|hk\.broadcast|synchronize\(\)$", line)]
     text = "\n".join(lines).replace("hk.no_sync(model)", "contextlib.nullcontext()")
     text = text.replace("optimizer.skip_synchronize()", "contextlib.nullcontext()")

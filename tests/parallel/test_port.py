@@ -1,4 +1,4 @@
-"""Ported programs train: on two ranks they end with the weights of one process on the union batch."""
+"""Ported programs train: on two ranks they end with the weights of one process on the global batch."""
 
 import ast
 import contextlib

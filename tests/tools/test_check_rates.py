@@ -1,4 +1,4 @@
-"""The measurement of `hvdkit check`'s error rates: what it plants is a mistake, and what is missed is counted."""
+"""The measurement of `hvdkit check`'s error rates: what it injects is a mistake, and what is missed is counted."""
 
 import ast
 import sys
@@ -23,26 +23,26 @@ def check_rates(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_mistake_in_a_plain_script_is_found(check_rates) -> None:
-    false, planted, lost, blamed = check_rates.measure([str(SCRIPT)], lambda *_: None)
+    false, injected, lost, blamed = check_rates.measure([str(SCRIPT)], lambda *_: None)
     assert (sum(false.values()), sum(lost.values()), blamed) == (0, 0, 0)
-    assert sum(planted.values()) >= 25
-    assert len(planted) >= 12
+    assert sum(injected.values()) >= 25
+    assert len(injected) >= 12
 
 
 def test_a_mistake_that_is_not_seen_is_counted(check_rates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_rates, "found", lambda *_: check_rates.Counter())
-    _, planted, lost, _ = check_rates.measure([str(SCRIPT)], lambda *_: None)
-    assert lost == planted
+    _, injected, lost, _ = check_rates.measure([str(SCRIPT)], lambda *_: None)
+    assert lost == injected
 
 
-def test_what_is_planted_is_python_and_differs_from_the_script(check_rates) -> None:
+def test_what_is_injected_is_python_and_differs_from_the_script(check_rates) -> None:
     tree = ast.parse(SCRIPT.read_text())
-    texts = [text for _, text in check_rates.planted(tree)]
+    texts = [text for _, text in check_rates.injected(tree)]
     assert all(ast.dump(ast.parse(text)) != ast.dump(tree) for text in texts)
     assert len(set(texts)) == len(texts)
 
 
-def test_a_mistake_is_planted_for_every_rule(check_rates) -> None:
+def test_a_mistake_is_injected_for_every_rule(check_rates) -> None:
     assert {mistake.rule for mistake in check_rates.MISTAKES} == {rule.name for rule in RULES}
 
 

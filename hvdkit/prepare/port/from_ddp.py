@@ -23,7 +23,7 @@ _LEFT_OUT = {"device_ids", "output_device", "find_unused_parameters", "broadcast
 def port(plan: PortPlan) -> None:
     """Port a script that uses DDP; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
-    plan.adapter = "torch"
+    plan.binding = "torch"
     if case.rank_parameters or case.others:
         first = next(iter(case.rank_parameters), None)
         raise Unsure(first or 1, "it starts its ranks itself (mp.spawn), or is distributed otherwise, too",

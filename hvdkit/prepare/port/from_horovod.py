@@ -23,7 +23,7 @@ from hvdkit.prepare.port import keras_2
 from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
-_ADAPTERS = {f"horovod.{one}": one for one in ("torch", "keras", "tensorflow")} | {"horovod.tensorflow.keras": "keras"}
+_BINDINGS = {f"horovod.{one}": one for one in ("torch", "keras", "tensorflow")} | {"horovod.tensorflow.keras": "keras"}
 _CONSTANTS = {
     "Compression.none": '"none"', "Compression.fp16": '"fp16"', "Average": '"average"', "Sum": '"sum"',
     "Adasum": '"adasum"',
@@ -47,7 +47,7 @@ _DROPPED = {"average_aggregated_gradients", "name"}
 def port(plan: PortPlan) -> None:
     """Port a script that uses Horovod; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
-    modules = [_ADAPTERS.get(one, "") for one in case.modules]
+    modules = [_BINDINGS.get(one, "") for one in case.modules]
     if case.runner or case.having(Role.ELASTIC):
         first = next(iter([*case.having(Role.ELASTIC), *case.events])).node
         what = f"{case.runner} starts its ranks" if case.runner else "it trains elastically"
@@ -56,13 +56,13 @@ def port(plan: PortPlan) -> None:
         found = ", ".join(case.modules) or "none"
         raise Unsure(1, f"it uses several of Horovod's modules, or one without ranks' gradients ({found})",
                      "port one framework at a time")  # fmt: skip
-    plan.adapter = "keras" if modules[0] == "tensorflow" and case.fits else modules[0]
-    if plan.adapter != "torch" and asks_for_keras_2(case):
+    plan.binding = "keras" if modules[0] == "tensorflow" and case.fits else modules[0]
+    if plan.binding != "torch" and asks_for_keras_2(case):
         raise Unsure(1, "it asks for Keras 2 (TF_USE_LEGACY_KERAS or tf_keras), and hvdkit needs Keras 3",
                      "move it to Keras 3 first")  # fmt: skip
     plan.edit("swap", plan.starting("horovod."), f"{plan.world} = {plan.hk}.init()")
     _import(plan)
-    if plan.adapter == "torch":
+    if plan.binding == "torch":
         _torch(plan)
     else:
         _tensorflow(plan)
@@ -72,7 +72,7 @@ def port(plan: PortPlan) -> None:
 
 def _import(plan: PortPlan) -> None:
     """Import hvdkit where Horovod is imported."""
-    code = f"import hvdkit.{plan.adapter} as {plan.hk}"
+    code = f"import hvdkit.{plan.binding} as {plan.hk}"
     for node in plan.text.tree.body:
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

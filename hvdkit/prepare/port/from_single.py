@@ -38,9 +38,9 @@ def port(plan: PortPlan) -> None:
     if not steps:
         raise Unsure(1, "nothing that trains is found in this text", "port the script that starts the training")
     torch = [event for event in steps if method(event.node) in ("backward", "step")]
-    plan.adapter = "torch" if torch else "keras" if case.fits else "tensorflow"
+    plan.binding = "torch" if torch else "keras" if case.fits else "tensorflow"
     _start(plan, steps[0])
-    if plan.adapter == "torch":
+    if plan.binding == "torch":
         _torch(plan)
     else:
         _tensorflow(plan)
@@ -55,7 +55,7 @@ def _start(plan: PortPlan, first: Event) -> None:
     code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})" + (f"\n{same}" if same else "")
     functions = plan.case.callees(first.stack[0]) if first.stack else []
     main = functions[0] if len(functions) == 1 and _holds_all(plan, first.stack[0]) else None
-    plan.import_(f"import hvdkit.{plan.adapter} as {plan.hk}")
+    plan.import_(f"import hvdkit.{plan.binding} as {plan.hk}")
     if isinstance(main, ast.FunctionDef):
         start = plan.statement(next(one for one in main.body if not is_text(one)))
     else:
@@ -254,7 +254,7 @@ def _download(plan: PortPlan, event: Event) -> None:
     download = argument(call, "download")
     home = plan.statement(call)
     hvd, world = plan.use_horovod(), plan.use_world(call)
-    wait = f"{hvd}.barrier()" if plan.adapter == "torch" else f"{hvd}.allgather_object(None)  # the others wait"
+    wait = f"{hvd}.barrier()" if plan.binding == "torch" else f"{hvd}.allgather_object(None)  # the others wait"
     if download is None:
         how = "before" if _fetches(plan, event) else "swap"
         home = home if how == "before" else plan.alone(call)
@@ -278,7 +278,7 @@ def _tensorflow(plan: PortPlan) -> None:
     made = [one for one in case.optimizers if one.reached]
     inner = {call for one in made for given in arguments(one.node) for call in case.calls(given)}
     plan.each(_keras_optimizer, [one for one in made if one.node not in inner])
-    if plan.adapter == "keras":
+    if plan.binding == "keras":
         plan.each(_compile, case.methods("compile"))
         fits = [one for one in case.fits if one.reached]
         for fit in fits[:1]:
@@ -316,7 +316,7 @@ def _keras_optimizer(plan: PortPlan, event: Event) -> None:
             f"scale its rates, {scale.format('rate')}, and divide its steps by {plan.world}.size")  # fmt: skip
     else:
         plan.scale(call, rate, _KERAS_RATES.get(last, ""), "learning_rate", scale)
-    if plan.adapter == "keras":
+    if plan.binding == "keras":
         plan.change(call, around(f"{plan.hk}.distribute(__)"))
 
 

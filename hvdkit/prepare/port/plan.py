@@ -49,7 +49,7 @@ class PortPlan:
 
     Attributes:
         case: what ``check`` knows of it.
-        adapter: "torch", "keras" or "tensorflow".
+        binding: "torch", "keras" or "tensorflow".
         world, hk, hvd: free names for the topology, hvdkit's module and Horovod's.
         start: the statement that starts the library, where ``world`` is bound, or above which it will be.
         left: what stays.
@@ -62,7 +62,7 @@ class PortPlan:
         self.edits = Edits(text)
         self.left: list[Left] = []
         self.notes: list[str] = []
-        self.adapter = ""
+        self.binding = ""
         self.start: ast.stmt | None = None
         self._needs: set[FunctionNode | None] = set()
         self._taken = {one.id for one in self.case.nodes if isinstance(one, ast.Name)}
@@ -182,7 +182,7 @@ class PortPlan:
     def use_horovod(self) -> str:
         """The name of Horovod's own module, which will be imported."""
         if not self._horovod:
-            module = f"horovod.{'torch' if self.adapter == 'torch' else 'tensorflow'}"
+            module = f"horovod.{'torch' if self.binding == 'torch' else 'tensorflow'}"
             imports = [alias for one in self.case.nodes if isinstance(one, ast.Import) for alias in one.names]
             known = [alias.asname or "" for alias in imports if alias.name == module]
             self._horovod = known[0] if known else self.free("hvd", "horovod_", "hvd_")

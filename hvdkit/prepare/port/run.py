@@ -30,7 +30,7 @@ _BY_HAND = {
     7: {**dict.fromkeys(("keras", "tensorflow"), "hk.shard((x, y), world, batch_size)"),
         "torch": "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own"},
 }  # fmt: skip
-"""By step and adapter."""
+"""By step and binding."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ported:
         before: the script.
         after: the ported one, the same bytes where nothing is certain.
         library: what it was: "horovod", "ddp", "none" (one process) or "hvdkit".
-        adapter: hvdkit's module for it.
+        binding: hvdkit's module for it.
         left: what stays, by line of the ported script.
         notes: what else to know.
     """
@@ -49,14 +49,14 @@ class Ported:
     before: ScriptText
     after: bytes
     library: str
-    adapter: str
+    binding: str
     left: tuple[Left, ...]
     notes: tuple[str, ...]
 
     def as_text(self) -> str:
         """What stays, by line of the ported script, with reason and what to write."""
         changed = self.after != self.before.content
-        to = f" to hvdkit.{self.adapter}" if changed else ", nothing changed"
+        to = f" to hvdkit.{self.binding}" if changed else ", nothing changed"
         lines = [f"{self.before.path}: from {_NAMES[self.library]}{to}"]
         for one in self.left:
             lines += ["", f"line {one.line}: {one.why}.", _filled(f"write: {one.write}")]
@@ -94,10 +94,10 @@ def port(text: ScriptText) -> Ported:
             verdict = found.verdicts[number - 1]
             if verdict.status == UNDECIDED:
                 left.append(
-                    Left(1, f"whether step {number} is done is not certain: {verdict.note}", write[plan.adapter])
+                    Left(1, f"whether step {number} is done is not certain: {verdict.note}", write[plan.binding])
                 )
     kept = {(one.line, one.why): one for one in left}
-    return Ported(text, after.content, library, plan.adapter, tuple(sorted(kept.values(), key=lambda one: one.line)),
+    return Ported(text, after.content, library, plan.binding, tuple(sorted(kept.values(), key=lambda one: one.line)),
                   tuple(plan.notes))  # fmt: skip
 
 

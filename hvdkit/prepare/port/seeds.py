@@ -61,7 +61,7 @@ def same_data(plan: PortPlan) -> str:
 def of_each_rank(plan: PortPlan, first: ast.stmt) -> None:
     """Give each rank numbers of its own from ``first`` on, where the script seeds all ranks alike."""
     case = plan.case
-    own = plan.adapter == "torch"
+    own = plan.binding == "torch"
     names = {*_SEEDS.values(), _ALL} - (set() if own else {_SEEDS["numpy.random"]})  # of which no layer draws
     seeds = [one for one in case.events if case.name(one.node) in names and one.reached]
     if not seeds:

@@ -202,6 +202,13 @@ def test_what_writes_or_prints_does_so_on_the_root(lines: list[str]) -> None:
         assert f"if world.is_root:\n    {inside}\n" in made
 
 
+def test_a_text_over_lines_stays_under_a_guard_and_the_last_line_may_have_no_end() -> None:
+    made = after(HEAD + LOOP + "if epoch:  # the last\n  print('''a\n  b''')")
+    assert made.endswith("if epoch:  # the last\n  if world.is_root:\n      print('''a\n  b''')")
+    made = after("import horovod.torch as hvd\nhvd.init()")
+    assert made == "import hvdkit.torch as hk\nworld = hk.init()"
+
+
 def test_a_progress_bar_is_that_of_the_root() -> None:
     made = after(HEAD + WRITES + LOOP.replace("in loader", "in tqdm(loader)"))
     assert "in tqdm(loader, disable=not world.is_root):" in made

@@ -60,6 +60,10 @@ def aside(words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
 
 @functools.cache
 def _gathering(name: str) -> Callable[[Any], Any]:
-    """Outside of a function an operation has no name of its own, and would be taken for one of the first thread."""
-    function: Callable[[Any], Any] = tf.function(lambda words: hvd.allgather(words, name=name), autograph=False)
-    return function
+    """Outside of a graph an operation has no name of its own, and would be taken for one of the first thread.
+
+    A concrete function is a graph under ``tf.config.run_functions_eagerly``, too.
+    """
+    function = tf.function(lambda words: hvd.allgather(words, name=name), autograph=False)
+    graph: Callable[[Any], Any] = function.get_concrete_function(tf.TensorSpec((1, None), tf.int64))
+    return graph

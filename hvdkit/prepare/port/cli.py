@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hvdkit.common import files
 from hvdkit.common.commands import time_limit
-
-if TYPE_CHECKING:
-    from hvdkit.prepare.port.run import Ported
+from hvdkit.prepare.port import edits, run
+from hvdkit.prepare.port.run import Ported
 
 
 @click.command()
@@ -66,10 +64,7 @@ def port(
         raise click.UsageError("give one of -o, --in-place and --diff")
     if arguments and not try_:
         raise click.UsageError(f"{arguments[0]!r} is an argument of the script, which runs only with --try")
-    from hvdkit.prepare.port import edits
-    from hvdkit.prepare.port import run as running
-
-    ported = running.port(edits.read(script))
+    ported = run.port(edits.read(script))
     if diff:
         _show_diff(ported)
     elif in_place:
@@ -97,7 +92,7 @@ def _replace(path: Path, ported: Ported) -> None:
 
 def _is_equal(ported: Ported, arguments: tuple[str, ...], steps: int, timeout: float, *, err: bool) -> bool:
     """Run the script and the ported one, and say what came out; whether no difference was found."""
-    from hvdkit.prepare.trial import attempt as trial
+    from hvdkit.prepare.trial import attempt as trial  # with NumPy, which nothing else here needs
 
     scripts = trial.Scripts(ported.before.path, ported.before.content, ported.after, ported.library == "ddp")
     tried = trial.attempt(scripts, arguments, steps, timeout)

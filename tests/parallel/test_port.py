@@ -6,6 +6,7 @@ import dataclasses
 import os
 import runpy
 import sys
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -210,6 +211,27 @@ def test_two_ranks_take_the_steps_that_the_script_takes_on_the_batches_of_both(h
     assert equal and ranks[0].steps[0]["rate"] == pytest.approx(2 * 0.05 if "keras" not in before.name else 0.02)
     wrong = dataclasses.replace(theirs, steps=theirs.steps[:1])
     assert trial._distance(ranks[1], wrong, 0) < 1e-4 and theirs.same is False
+
+
+@on_ranks("tensorflow", n=2)
+def test_words_of_a_second_thread_meet_none_of_the_first_where_functions_run_eagerly(world):
+    """As --try has them run: there an operation has the name of another that was called before."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    from hvdkit.tensorflow.monitor import aside
+
+    words = tf.constant([world.rank], tf.int64)
+    tf.config.run_functions_eagerly(True)
+    try:
+        hvd.allgather(words, name="first")
+        with futures.ThreadPoolExecutor() as second:
+            told = [second.submit(aside, words.numpy(), "second")] if world.is_root else []
+            gathered = hvd.allgather(words, name="first").numpy().tolist()
+            told = told or [second.submit(aside, words.numpy(), "second")]
+            assert (gathered, told[0].result().tolist()) == ([0, 1], [[0], [1]])
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 @pytest.mark.parallel

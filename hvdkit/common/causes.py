@@ -13,6 +13,46 @@ from hvdkit.common.units import duration_text, share_text
 
 WORTH_SAYING = 0.02
 """Share of the step's time (of the job's, for what happens once) below which a cause gets no advice."""
+SENTENCES = {
+    "input-everywhere": (
+        "Every rank waits for its input.",
+        "Load ahead of the computation: more workers, prefetching, a cache of decoded data, files nearer to the ranks.",
+    ),
+    "random-late": (
+        "A different rank is late in each step.",
+        "Even out what a step has to do (samples of one length together), and keep other programs off the ranks' cores "
+        "(hvdkit doctor --job, --bind core).",
+    ),
+    "first-step": (
+        "The first step takes longer than the others.",
+        "Leave it out of measurements: compilation, allocation and the first read weigh less the longer the job. Keep "
+        "shapes the same, and a cache of what is compiled.",
+    ),
+    "large-tensors": (
+        "Large tensors are reduced, and the backward pass does not hide all of it.",
+        "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
+        "network.",
+    ),
+    "small-tensors": (
+        "Data goes in many small exchanges.",
+        "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused, and leave "
+        "HOROVOD_FUSION_THRESHOLD as it is.",
+    ),
+    "names": (
+        "Tensors get new names in every step, so the ranks negotiate all of them anew.",
+        "Give each tensor the same name in every step (name= of Horovod's calls).",
+    ),
+    "cache": (
+        "Tensors are negotiated anew in every step, outside the response cache.",
+        "Keep names and shapes of tensors the same in every step, or raise HOROVOD_CACHE_CAPACITY (default 1024) above "
+        "the number of tensors.",
+    ),
+    "cycle": (
+        "Tensors wait for the next cycle of Horovod.",
+        "A shorter HOROVOD_CYCLE_TIME (in ms, default 1), and a free core for Horovod's own thread.",
+    ),
+}
+"""What is said of a cause that several recordings show, and what to do: the same whoever sees it."""
 _ONCE = frozenset({"setup", "first-step", "first-steps"})
 """Kinds that happen once in a job, however long it is."""
 _MOST = 0.7

@@ -73,7 +73,7 @@ def test_a_rank_that_computes_longer_is_shown_as_wait_of_the_other(tmp_path, env
     assert two["parts"]["wait"] > 0.02
     assert two["parts"]["communication"] is not None
     assert sum(two["parts"].values()) == pytest.approx(two["step_s"], rel=0.05)
-    assert "Verdict: Rank 1 comes late" in done.stdout
+    assert "Verdict: Rank 1 is blocked." in done.stdout, "it sleeps"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -231,7 +231,9 @@ def test_the_job_whose_rank_1_waits_for_its_input_in_two_of_three_batches(marked
         write(tmp_path / f"trace-{rank}-of-2.json", *events)
     assert run(["trace", "summary", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Verdict: Rank 1 comes late, and the others wait: ")
+    assert out.startswith(
+        "Verdict: Rank 1 waits for its input. " if kind == "input" else "Verdict: Rank 1 comes late, neither "
+    )
     assert "It costs 13." in out.splitlines()[0]
     (row,) = (line for line in out.splitlines() if "waiting for other ranks" in line)
     assert row.split()[4].startswith("13.") and row.split()[6].startswith("0.0")

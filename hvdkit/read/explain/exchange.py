@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.causes import Cause
+from hvdkit.common.causes import SENTENCES, Cause
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import Floats, covered, union
@@ -123,8 +123,7 @@ def _named(
                     f"Many small tensors are exchanged, {many:.0f} times per step.",
                     f"{where}: {many:.0f} exchanges of at most 64 KB in a step; {duration_text(small)} of them after "
                     "its last rank was ready.",
-                    "Let more tensors wait for one another: reduce them as groups (num_groups=1 in Horovod's "
-                    "DistributedOptimizer), or one call for all of them, and leave HOROVOD_FUSION_THRESHOLD as it is.",
+                    SENTENCES["small-tensors"][1],
                 )
             )  # fmt: skip
     if waiting >= max(_LEAST_WAIT * step, _LEAST_WAIT_US):
@@ -136,8 +135,7 @@ def _named(
                 "large-tensors", large / 1e6, large / step,
                 f"Large tensors are reduced{_largest(columns, rows)}, and the backward pass does not hide it.",
                 f"{where}: {bytes_text(size)} in a step; {duration_text(large)} of them after its last rank was ready.",
-                "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a "
-                "faster network.",
+                SENTENCES["large-tensors"][1],
             )
         )  # fmt: skip
     return found
@@ -164,22 +162,6 @@ def _anew(columns: TimelineColumns, rows: NDArray[np.bool_]) -> str:
 
 def _waiting(waiting: float, step: float, anew: str, where: str) -> Cause:
     """Microseconds of a step in which ranks wait for Horovod, as a cause; ``anew``: why tensors are negotiated anew."""
-    what, advice = {
-        "names": (
-            "Tensors get new names in every step, so the ranks negotiate all of them anew.",
-            "Give each tensor the same name in every step (name= of Horovod's calls).",
-        ),
-        "cache": (
-            "Tensors are negotiated anew in every step, outside the response cache.",
-            "Keep names and shapes of tensors the same in every step, or raise HOROVOD_CACHE_CAPACITY above the number "
-            "of tensors.",
-        ),
-    }.get(
-        anew,
-        (
-            "Tensors wait for the next cycle of Horovod.",
-            "A shorter HOROVOD_CYCLE_TIME (in ms, default 1), and a free core for Horovod's own thread.",
-        ),
-    )
+    what, advice = SENTENCES[anew or "cycle"]
     seen = f"{where}: {duration_text(waiting)} of a step after its last rank was ready, and no data moves yet."
     return Cause("negotiation", waiting / 1e6, waiting / step, what, seen, advice)

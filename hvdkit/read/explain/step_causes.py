@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
+from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.step_table import PARTS, StepTable, table
@@ -161,8 +161,7 @@ def _candidates(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candida
         yield _Candidate(
             "exchange", "The allreduce of gradients, and the update, come after the last rank is ready.",
             f"{share_text(share)} of {_ms(job.step_s)} a step, on average",
-            "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
-            "network; hvdkit launch --timeline FILE says what the time goes to.",
+            f"{SENTENCES['large-tensors'][1]} hvdkit launch --timeline FILE says what the time goes to.",
             _LEAST["exchange"], exchange=job.exchange,
         )  # fmt: skip
 
@@ -338,10 +337,7 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
             f"{_CHECKED}, garbage collection, or another job on the host."
         )  # fmt: skip
     else:
-        what, advice = "A different rank is late in each step.", (
-            "Give the same work to all ranks in a step (samples of one length together), and keep other programs off "
-            "their cores (hvdkit doctor --job, --bind core)."
-        )  # fmt: skip
+        what, advice = SENTENCES["random-late"]
     in_steps = share_text(float((lost > 0.5 * lost.mean()).mean()))
     evidence = f"no rank causes most of it in most steps; in {in_steps} of {job.steps} steps"
     yield _Candidate("random-late", what, evidence, advice, _LEAST["rare"], parts, ranks=ranks)
@@ -451,8 +447,7 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         "swapped, a clock that sinks.",
         "first-steps": "It weighs less the longer the job: a cache that fills, files that are read for the first time, "
         "compilation; leave these steps out of measurements.",
-        "input-everywhere": "Load ahead of the computation: more workers, prefetching, a cache, files nearer to the "
-        "ranks.",
+        "input-everywhere": SENTENCES["input-everywhere"][1],
         "exchange": "Look at the network at these times: other jobs, a link that is down, connections made anew.",
     }[kind]
     least = {"growth": "growth", "first": "first", "stall": "stall"}[words]
@@ -481,7 +476,7 @@ def _input_everywhere(job: StepTable) -> Iterator[_Candidate]:
         kind, f"{who[:-1]}{at.words()}.",
         f"the middle rank waits {_ms(seen)} for each batch, the last one {_ms(seen + scattered)}, of {_ms(job.step_s)} "
         "a step",
-        "Load ahead of the computation: more workers, prefetching, a cache, files nearer to the ranks.",
+        SENTENCES["input-everywhere"][1],
         _LEAST["input-everywhere"], {"input": less}, once=at.kind == "first",
     )  # fmt: skip
 
@@ -527,10 +522,9 @@ def _first_step(job: StepTable) -> list[Cause]:
         return []
     return [
         Cause(
-            "first-step", lost, lost / recorded, "The first step takes longer than the others.",
+            "first-step", lost, lost / recorded, SENTENCES["first-step"][0],
             f"{job.where}: it took {_ms(first)}.",
-            "Compilation, allocation and the first read: it weighs less the longer the job; keep shapes the same, and "
-            "a cache of what is compiled.",
+            SENTENCES["first-step"][1],
             per_step=False,
         )
     ]  # fmt: skip

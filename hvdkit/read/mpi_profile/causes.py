@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdkit.common.causes import WORTH_SAYING, Cause
+from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import Profile
@@ -97,10 +97,9 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
         "large-tensors",
         lost,
         traffic,
-        "Large tensors are reduced, and the backward pass does not hide all of it.",
+        SENTENCES["large-tensors"][0],
         evidence,
-        "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
-        "network; hvdkit timeline merge says how much of it is hidden.",
+        f"{SENTENCES['large-tensors'][1]} hvdkit timeline merge says how much of it is hidden.",
     )
 
 
@@ -113,9 +112,9 @@ def _small(profile: Profile, traffic: Traffic) -> Cause | None:
         "small-tensors",
         _moving(profile, traffic, small),
         traffic,
-        "Data goes in many small allreduces.",
-        f"rank {traffic.rank.rank}: {small.calls:,} of them below 64 KiB",
-        "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused.",
+        SENTENCES["small-tensors"][0],
+        f"rank {traffic.rank.rank}: {small.calls:,} allreduces below 64 KiB",
+        SENTENCES["small-tensors"][1],
     )
 
 

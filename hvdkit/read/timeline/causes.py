@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
+from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import CYCLE_TIME, Steps, TimelineSummary
@@ -78,9 +78,9 @@ def _new_names(summary: TimelineSummary) -> Cause | None:
         "negotiation",
         summary.negotiating,
         summary,
-        "Tensors get new names in every step, so the ranks negotiate all of them anew.",
+        SENTENCES["names"][0],
         f"{summary.new_names} of {summary.operations} operations are reductions whose names count up with time",
-        "Give each tensor the same name in every step (name= of Horovod's calls).",
+        SENTENCES["names"][1],
     )
 
 
@@ -95,9 +95,9 @@ def _first_step(summary: TimelineSummary, steps: Steps, duration: Distribution) 
         "first-step",
         lost,
         summary,
-        "The first step takes longer: compilation, allocation, the first read of the data.",
+        SENTENCES["first-step"][0],
         f"first step {duration_text(steps.first)}{beside}, the usual one {duration_text(duration.p50)}",
-        "Leave it out of measurements, as the step times of the summary do; it weighs less the longer the job.",
+        SENTENCES["first-step"][1],
     )
 
 
@@ -113,9 +113,9 @@ def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cau
             "random-late",
             lost,
             duration,
-            "A different rank is late in each step.",
+            SENTENCES["random-late"][0],
             f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
-            "Even out what a step has to do (batches of unequal length), and give each rank cores of its own.",
+            SENTENCES["random-late"][1],
         )
     names = name_ranks(ranks)
     return _per_step(
@@ -164,14 +164,13 @@ def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution)
             duration,
             f"{share_text(missed)} of the operations after the second step are negotiated anew, outside the cache.",
             evidence,
-            "Keep names and shapes of tensors the same in every step, or raise HOROVOD_CACHE_CAPACITY (default "
-            f"{_CACHE}) above the number of tensors.",
+            SENTENCES["cache"][1],
         )
     return _per_step(
         "negotiation",
         lost,
         duration,
-        "Tensors wait for the next cycle of Horovod.",
+        SENTENCES["cycle"][0],
         evidence,
         f"A shorter cycle: HOROVOD_CYCLE_TIME={max(0.1, cycle / 5000):.1g}, at the price of a busier thread; where "
         "tensors are small and many, reduce them as groups instead (num_groups).",
@@ -188,8 +187,7 @@ def _small(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Ca
         duration,
         f"Many small tensors are exchanged, {batches.little / steps.count:.1f} times per step.",
         f"{batches.little} exchanges of at most 64 KB, {batches.small} of them of a single tensor",
-        "Let more tensors wait for one another: reduce them as groups (num_groups=1 in Horovod's "
-        "DistributedOptimizer), or a longer HOROVOD_CYCLE_TIME (in ms, default 1; try 5).",
+        SENTENCES["small-tensors"][1],
     )
 
 
@@ -204,8 +202,7 @@ def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Ca
     size = "Large tensors" if steps.bytes is None else f"{bytes_text(steps.bytes)} per step"
     what = f"{size} {'are' if steps.bytes is None else 'is'} reduced, and the backward pass does not hide all of it."
     biggest, evidence = _biggest(summary, steps), f"collectives of the timeline, {duration_text(lost)} of the mean step"
-    advice = "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
-    advice += "network; hvdkit timeline merge says how much of it is hidden."
+    advice = f"{SENTENCES['large-tensors'][1]} hvdkit timeline merge says how much of it is hidden."
     if biggest is not None:
         evidence += f"; {biggest}"
     elif batches.per_step is not None and batches.per_step <= 1.2 and (steps.bytes or 0) >= 16 << 20:

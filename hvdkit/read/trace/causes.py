@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
+from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
-from hvdkit.steps.lateness import lower_median
+from hvdkit.steps.lateness import doing, lower_median, named
 from hvdkit.steps.ranks import name_ranks
 
 _MUCH = 0.1
@@ -100,12 +100,12 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
             summary,
             "random-late",
             lost,
-            "A different rank is late in each step.",
+            SENTENCES["random-late"][0],
             f"time of the ranks in {skew.collectives} collectives",
-            "Even out what a step has to do (batches of unequal length), and give each rank cores of its own.",
+            SENTENCES["random-late"][1],
         )
     names = name_ranks(ranks)
-    comes = f"{names.capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait"
+    who, few = named(ranks, len(summary.ranks)), len(ranks) == 1
     parts = {"exposed_data": "data loading", "computation": "computation"}
     more = {
         name: min(_each(rank, name) for rank in summary.ranks if rank.rank in ranks)
@@ -116,17 +116,16 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
     evidence = f"more than the typical rank in a step: {', '.join(longer)}"
     if more["exposed_data"] >= max(lost / 2, more["computation"]):
         advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
-        return _cause(summary, "input", lost, f"{comes}: for its input.", evidence, advice, ranks)
+        return _cause(summary, "input", lost, f"{who} {doing('input', ranks)}.", evidence, advice, ranks)
     if more["computation"] >= lost / 2:
         advice = f"Look at the size of the batches of {names}, its cores or clock (hvdkit doctor --job)."
-        return _cause(summary, "compute", lost, f"{comes}: it computes longer.", evidence, advice, ranks)
+        return _cause(summary, "compute", lost, f"{who} {doing('compute', ranks)}.", evidence, advice, ranks)
     advice = (
         f"Look at the host of {names} and at its own code between the operators; mark an input that is no "
         "DataLoader with torch.profiler.record_function('hvdkit:data')."
     )
-    return _cause(
-        summary, "host", lost, f"{comes}: neither for its DataLoader nor for its operators.", evidence, advice, ranks
-    )
+    what = f"{who} {'comes' if few else 'come'} late, neither by input nor by operators."
+    return _cause(summary, "host", lost, what, evidence, advice, ranks)
 
 
 def _exchange(summary: TraceSummary, skew: TraceSkew) -> Cause:
@@ -137,9 +136,9 @@ def _exchange(summary: TraceSummary, skew: TraceSkew) -> Cause:
         summary,
         "large-tensors",
         lost,
-        "Ranks exchange data while nothing is computed.",
+        SENTENCES["large-tensors"][0],
         "exposed communication, without the wait for later ranks, mean of the ranks",
-        "Send less or less often (fp16 compression, accumulation, a larger batch), or over a faster network.",
+        SENTENCES["large-tensors"][1],
     )
 
 
@@ -161,7 +160,7 @@ def _input_everywhere(summary: TraceSummary) -> Cause:
         summary,
         "input-everywhere",
         lost,
-        "Every rank waits for its input.",
+        SENTENCES["input-everywhere"][0],
         "exposed data loading, of the rank with the least",
-        "More workers of the DataLoader, prefetching, a cache of the decoded data.",
+        SENTENCES["input-everywhere"][1],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdkit.arrays.farewell import Farewell, Marked
+from hvdkit.arrays.exit_watchdog import ExitWatchdog, Marked
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, starting
 from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
@@ -44,7 +44,7 @@ def start(environ: Mapping[str, str]) -> Topology:
         _started.append(Marked(library().COMM_WORLD.Dup()))
         if world.size > 1:
             end_the_job_with_the_process(_started[0])
-            Farewell(_started[0], threads_may_call())
+            ExitWatchdog(_started[0], threads_may_call())
     return world
 
 

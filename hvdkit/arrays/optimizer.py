@@ -18,7 +18,7 @@ from hvdkit.arrays import mpi
 from hvdkit.arrays.exchange.buffers import HostBuffer
 from hvdkit.arrays.exchange.layout import Layout
 from hvdkit.arrays.exchange.shared import quiet
-from hvdkit.arrays.farewell import waits
+from hvdkit.arrays.exit_watchdog import waits
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import passes, step_times
 from hvdkit.steps.gradients import GradientOptions

@@ -40,7 +40,7 @@ class Monitor(monitor.Monitor, Callback):
             private.replace(private.TF_ITERATOR, private.saying_when_batches_come)
 
     def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        return TRANSPORT.aside(words, name)
+        return TRANSPORT.background_allgather(words, name)
 
     def _parameters(self) -> Mapping[str, str]:
         weights = [] if self._model is None else self._model.trainable_weights

@@ -180,7 +180,7 @@ class OverHorovod(Collectives):
     def broadcast_object(self, value: Any, name: str) -> Any:
         return self.hvd.broadcast_object(value, root_rank=0, name=name, **self._among)
 
-    def aside(self, words: Words, name: str) -> Words:
+    def background_allgather(self, words: Words, name: str) -> Words:
         """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; over PyTorch."""
         handle = self.hvd.allgather_async(self._tensor(words[None].copy()), name=name)
         while not self.hvd.poll(handle):  # waiting in Horovod would take a core

@@ -35,7 +35,7 @@ except ImportError as error:
     ) from error
 
 from hvdkit.common import tf_streams as streams
-from hvdkit.tensorflow import data, device, marks, parting, state
+from hvdkit.tensorflow import data, device, divergence, marks, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -43,7 +43,7 @@ from hvdkit.tensorflow.batch_norm import average_statistics
 from hvdkit.tensorflow.checkpoint import Checkpoints
 from hvdkit.tensorflow.elastic import ElasticState, run_elastic
 from hvdkit.tensorflow.loss import weighted_loss
-from hvdkit.tensorflow.monitor import Monitor, aside
+from hvdkit.tensorflow.monitor import Monitor, background_allgather
 from hvdkit.tensorflow.seeds import seed_everything
 
 __all__ = [
@@ -85,7 +85,7 @@ def init() -> Topology:
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
     world = starting.start(hvd, os.environ)
-    COUNTS.begin(hvd, aside)
+    COUNTS.begin(hvd, background_allgather)
     begin_if_asked(Monitor, world)
     return world
 
@@ -321,7 +321,7 @@ def join(model: Any, optimizer: Any | None, world: Topology) -> int:
     """
     state.require_eager("join")
     last = int(hvd.join()) if world.size > 1 else 0
-    parting.forget()
+    divergence.forget()
     broadcast_state(model, optimizer, root=last)
     return last
 

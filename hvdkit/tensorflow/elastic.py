@@ -20,7 +20,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdkit.common.tf_variables import native
 from hvdkit.steps.elastic import ElasticBase, Result
-from hvdkit.tensorflow import parting
+from hvdkit.tensorflow import divergence
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
 from hvdkit.tensorflow.state import RANKS, broadcast_variables, by_name, model_variables, optimizer_variables
@@ -86,7 +86,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
 
     def _start_anew(self) -> None:
         super()._start_anew()
-        parting.forget()
+        divergence.forget()
 
 
 @contextmanager

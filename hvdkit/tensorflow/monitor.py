@@ -20,7 +20,7 @@ class Monitor(monitor.Monitor):
     """Watches a loop while it trains; ``hvdkit.steps.monitor.Monitor`` says what it is given and what it raises."""
 
     def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        return aside(words, name)
+        return background_allgather(words, name)
 
     def _held(self, value: Any) -> Any:
         # What a GPU still computes is not waited for now.
@@ -51,7 +51,7 @@ def device_bytes() -> float:
     return float(tf.config.experimental.get_memory_info("GPU:0")["current"])
 
 
-def aside(words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+def background_allgather(words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
     """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective."""
     with tf.device("/CPU:0"):
         everyone: npt.NDArray[np.int64] = _gathering(name)(tf.constant(words[None])).numpy()

@@ -24,7 +24,7 @@ from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import marks
-from hvdkit.tensorflow.parting import Counter, counted_in_graph, look
+from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)
@@ -143,7 +143,7 @@ def _require_variables(sources: Sequence[Any]) -> None:
 
 
 def _looked(variables: Sequence[Any], gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
-    """``parting.look``; in ``tf.function`` what is to end before the gradients are exchanged."""
+    """``divergence.look``; in ``tf.function`` what is to end before the gradients are exchanged."""
 
     def exchanged() -> list[str]:
         taking = _taking(gradients, variables, reduction)
@@ -172,7 +172,7 @@ def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: R
 
 
 def look_and_reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[Any]:
-    """``reduce_once``, and ``parting.look`` before it."""
+    """``reduce_once``, and ``divergence.look`` before it."""
     known = all(one is not None for one in variables)  # where Keras has as many variables as gradients
     with tf.control_dependencies(_looked(variables, gradients, reduction) if known else []):
         return reduce_once(gradients, variables, reduction)

@@ -106,7 +106,7 @@ def init() -> Topology:
     if not os.environ.get("HOROVOD_AUTOTUNE"):
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
     world = starting.start(hvd, os.environ)
-    COUNTS.begin(hvd, RANKS.aside)
+    COUNTS.begin(hvd, RANKS.background_allgather)
     torchmetrics.install()
     begin_if_asked(world)
     return world

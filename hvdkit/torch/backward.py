@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
-from hvdkit.torch import together
+from hvdkit.torch import multi_optimizer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -34,16 +34,16 @@ def eagerly(function: _Function) -> _Function:
     return function
 
 
-class Now:
+class BackwardTracker:
     """The exchanges that the backward which runs now has reached; they end with it, together."""
 
     def __init__(self) -> None:
-        self._reached: list[together.Reached] = []
+        self._reached: list[multi_optimizer.ReachedExchange] = []
         self._thread = 0
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
-    def reach(self, exchange: together.Reached, parameter: torch.Tensor) -> None:
+    def mark_ready(self, exchange: multi_optimizer.ReachedExchange, parameter: torch.Tensor) -> None:
         """Called in backward by every hook.
 
         Raises:
@@ -52,7 +52,7 @@ class Now:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             if not self._ends:  # the graph that held them is gone: an error ended it
-                self._abandon()
+                self._cancel()
             thread = threading.get_ident()  # of a GPU's hooks it is the device's
             if self._reached and thread != self._thread and parameter.device.type == "cpu":
                 raise InvalidArgumentError(
@@ -71,8 +71,8 @@ class Now:
         self._ends.add(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _abandon(self) -> None:
-        together.abandon(self._reached)
+    def _cancel(self) -> None:
+        multi_optimizer.cancel(self._reached)
         self._reached, self._tasks = [], set()
 
     @eagerly
@@ -91,7 +91,7 @@ class Now:
         # A range costs microseconds, also where nobody looks.
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with record_function("hvdkit:allreduce_wait") if profiled else nullcontext():
-            reached = together.exchange_all(self._reached)
+            reached = multi_optimizer.exchange_all(self._reached)
         self._reached, self._tasks = [], set()
         step_times.arrived()
         if step_times.wants_norm():
@@ -112,11 +112,11 @@ class Now:
 class _End:
     """What autograd calls at the end of a graph; it lives as long as that can still happen."""
 
-    def __init__(self, now: Now) -> None:
+    def __init__(self, now: BackwardTracker) -> None:
         self._now = now
 
     def __call__(self) -> None:
         self._now.end(self)
 
 
-NOW = Now()
+TRACKER = BackwardTracker()

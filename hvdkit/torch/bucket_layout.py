@@ -53,8 +53,8 @@ class BucketLayout:
             group_of = {id(one): number for number, group in enumerate(groups) for one in group}
             kinds: dict[Any, list[tuple[str, Parameter]]] = {}
             for name, parameter in named:
-                together = group_of.get(id(parameter), name)
-                kinds.setdefault((together, parameter.dtype, parameter.device), []).append((name, parameter))
+                multi_optimizer = group_of.get(id(parameter), name)
+                kinds.setdefault((multi_optimizer, parameter.dtype, parameter.device), []).append((name, parameter))
             return kinds.values()
         limit = 1e6 * self.bucket_mb
         if groups is not None:
@@ -104,19 +104,19 @@ def _bytes(one: tuple[str, Parameter]) -> int:
     return one[1].numel() * one[1].element_size()
 
 
-class Said(NamedTuple):
+class BucketFlags(NamedTuple):
     """What a rank says in its buckets, 0 or 1; once they have arrived, the share of the ranks that say it.
 
     Attributes:
         changed: it needs another layout.
         late: it sends its gradients only in ``step()``.
-        noted: it has looked at its parameters; see ``hvdkit.steps.parting``.
+        has_fingerprint: it has fingerprints of its parameters to compare; see ``hvdkit.steps.divergence``.
         failed: an error ended its backward when some buckets had left, and it went on.
     """
 
     changed: float = 0.0
     late: float = 0.0
-    noted: float = 0.0
+    has_fingerprint: float = 0.0
     failed: float = 0.0
 
 

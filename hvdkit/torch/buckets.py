@@ -1,8 +1,8 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` lie in its memory; behind them one number for each, 1 where this
-rank has a gradient; and last what else this rank has to say (``Said``). After the allreduce these numbers are known on
-every rank, at the cost of no collective of their own.
+rank has a gradient; and last this rank's ``BucketFlags``. After the allreduce these numbers are known on every rank,
+at the cost of no collective of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range o
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
-from hvdkit.torch.bucket_layout import BucketLayout, Named, Parameter, Said, strides
-from hvdkit.torch.wire import REDUCED, SparseGradient, Wire
+from hvdkit.torch.bucket_layout import BucketFlags, BucketLayout, Named, Parameter, strides
+from hvdkit.torch.reducer import REDUCED, Reducer, SparseGradient
 
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
@@ -74,19 +74,19 @@ def _owners_of_a_fresh_one() -> tuple[int, int, int]:
     return _owners([(0, probe, probe.grad)])[0]
 
 
-class Travelling(Protocol):
+class AnyBucket(Protocol):
     """Gradients that leave together."""
 
     name: str
-    holds: list[int]
+    param_ids: list[int]
     early: bool
 
-    def reach(self, parameter: Parameter) -> bool: ...
-    def leave(self, wire: Wire, said: Said) -> None: ...
-    def arrive(self) -> Said: ...
-    def travels(self) -> bool: ...
-    def abandon(self) -> bool: ...
-    def give_up(self, wire: Wire, said: Said) -> None: ...
+    def mark_ready(self, parameter: Parameter) -> bool: ...
+    def launch(self, reducer: Reducer, flags: BucketFlags) -> None: ...
+    def finish(self) -> BucketFlags: ...
+    def in_flight(self) -> bool: ...
+    def cancel(self) -> bool: ...
+    def send_empty(self, reducer: Reducer, flags: BucketFlags) -> None: ...
 
 
 class Bucket:
@@ -105,14 +105,14 @@ class Bucket:
         self.name = " .. ".join(dict.fromkeys([named[0][0], named[-1][0]])) if named else "no dense gradient"
         self._names = [name for name, _ in named]
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
-        self.holds = [id(parameter) for _, parameter in named]
+        self.param_ids = [id(parameter) for _, parameter in named]
         self.early = True
         self._sparse_as_dense = sparse_as_dense
         kind = (named[0][1].dtype, named[0][1].device) if named else (torch.float32, torch.device("cpu"))
         starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
         self._numbers = starts.pop()
         self._where = [(one.shape, strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
-        self._lie_in(_zeros(self._numbers + len(named) + len(Said()), *kind))
+        self._lie_in(_zeros(self._numbers + len(named) + len(BucketFlags()), *kind))
         self._begin()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self._views]
         self._tail: Any = flat[self._numbers :]
         self._all_there: Any = torch.ones_like(self._tail)
-        self._all_there[-len(Said()) :] = 0
+        self._all_there[-len(BucketFlags()) :] = 0
         if flat.device.type == "cpu" and flat.dtype in REDUCED:  # a word costs a tenth through NumPy
             self._tail, self._all_there = self._tail.numpy(), self._all_there.numpy()
         self._owners = self._count_owners(range(len(self._views)))
@@ -155,11 +155,11 @@ class Bucket:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient in other memory, and its place here
         self._sent: tuple[int, torch.Tensor] | None = None
 
-    def travels(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether it is on its way."""
         return self._sent is not None
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         """Let arrive what is on its way, and forget it; whether there was any."""
         sent = self._sent
         if sent is not None:
@@ -167,13 +167,13 @@ class Bucket:
         self._begin()
         return sent is not None
 
-    def give_up(self, wire: Wire, said: Said) -> None:
+    def send_empty(self, reducer: Reducer, flags: BucketFlags) -> None:
         """Give the other ranks, which wait for it, no gradient, and what this one says."""
         self._tail[:] = 0
-        self._say(said)
-        self._sent = wire.start(self._flat, self.name)
+        self._write_flags(flags)
+        self._sent = reducer.start(self._flat, self.name)
 
-    def reach(self, parameter: Parameter) -> bool:
+    def mark_ready(self, parameter: Parameter) -> bool:
         """The parameter's gradient is there; whether all are now, and may leave.
 
         Raises:
@@ -182,19 +182,19 @@ class Bucket:
         key = id(parameter)
         if self._sent is not None:
             raise InvalidArgumentError(
-                f"the gradient of {self._names[self.holds.index(key)]} grew after it had been sent to the other ranks; "
-                "activation checkpointing of shared weights needs use_reentrant=False."
+                f"the gradient of {self._names[self.param_ids.index(key)]} grew after it had been sent to the other "
+                "ranks; activation checkpointing of shared weights needs use_reentrant=False."
             )
         self._there.add(key)
-        return self.early and len(self._there) == len(self.holds)
+        return self.early and len(self._there) == len(self.param_ids)
 
-    def _take(self, said: Said) -> None:
+    def _take(self, flags: BucketFlags) -> None:
         """Put all gradients into their places, with zeros for those that this rank does not have.
 
         Raises:
             InvalidArgumentError: a gradient that cannot lie in a bucket.
         """
-        new = self._elsewhere(bool(said.changed))
+        new = self._elsewhere(bool(flags.changed))
         self._leave_to_holders([place for place, _, _ in new] + [*self._absent])
         for place in self._absent:
             self._views[place].zero_()
@@ -202,7 +202,9 @@ class Bucket:
             torch._foreach_copy_([self._views[place] for place, _, _ in new], [one for _, _, one in new])
         # What no backward has just made, and has another holder, is the program's own memory and has to stay; but into
         # what was expanded nothing can be written.
-        grown = [one for one in new if one[2]._version or (said.late and not torch._debug_has_internal_overlap(one[2]))]
+        grown = [
+            one for one in new if one[2]._version or (flags.late and not torch._debug_has_internal_overlap(one[2]))
+        ]
         kept = {one[0] for one, owners in zip(grown, _owners(grown), strict=True) if owners != _owners_of_a_fresh_one()}
         for place, parameter, gradient in new:
             if place in kept:
@@ -239,21 +241,21 @@ class Bucket:
             )
         return gradient.to_dense()
 
-    def leave(self, wire: Wire, said: Said) -> None:
+    def launch(self, reducer: Reducer, flags: BucketFlags) -> None:
         """Begin to travel, if it has not yet."""
         if self._sent is not None:
             return
-        self._take(said)
+        self._take(flags)
         self._tail[:] = self._all_there
-        self._say(said)
+        self._write_flags(flags)
         for place in self._absent:
             self._tail[place] = 0
         if step_times.MONITORS:
             self._look()
-        self._sent = wire.start(self._flat, self.name)
+        self._sent = reducer.start(self._flat, self.name)
 
-    def _say(self, said: Said) -> None:
-        for place, one in enumerate(said, start=-len(said)):
+    def _write_flags(self, flags: BucketFlags) -> None:
+        for place, one in enumerate(flags, start=-len(flags)):
             if one:
                 self._tail[place] = one
 
@@ -266,7 +268,7 @@ class Bucket:
             name = next((n for n, v in zip(self._names, self._views, strict=True) if not v.isfinite().all()), "")
             step_times.looked(name, math.nan if name else 0.0)
 
-    def arrive(self) -> Said:
+    def finish(self) -> BucketFlags:
         """Wait; then every gradient that some rank had is the mean."""
         handle, carried = self._sent  # type: ignore[misc]
         synchronize(handle)
@@ -276,15 +278,15 @@ class Bucket:
             real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
             if carried.data_ptr() != real.data_ptr():
                 real.copy_(carried)
-            said = carried[self._numbers :]
-            shares = (said[:, 0] if self._flat.is_complex() else said).tolist()
+            flags = carried[self._numbers :]
+            shares = (flags[:, 0] if self._flat.is_complex() else flags).tolist()
         for place in self._absent:
             if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
                 parameter.grad = self._views[place]
         for gradient, view in self._kept:
             gradient.copy_(view)
         self._begin()
-        return Said(*shares[-len(Said()) :])
+        return BucketFlags(*shares[-len(BucketFlags()) :])
 
     def _fitting(self, place: int) -> Parameter | None:
         """The parameter, if there still is one and it is what it was when the bucket was made."""
@@ -298,7 +300,7 @@ class Bucket:
         return parameter
 
 
-def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Travelling]:
+def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
     """Buckets of parameters that train, last layer first, as backward produces gradients; at least one.
 
     Args:
@@ -308,6 +310,6 @@ def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Tra
     travel_alone = [] if layout.sparse_as_dense else [one for one in named if id(one[1]) in sparse]
     alone = {id(parameter) for _, parameter in travel_alone}
     dense = [one for one in reversed(named) if id(one[1]) not in alone]
-    made: list[Travelling] = [SparseGradient(*one) for one in travel_alone]
+    made: list[AnyBucket] = [SparseGradient(*one) for one in travel_alone]
     made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
     return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], layout.sparse_as_dense)]

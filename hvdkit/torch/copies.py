@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 _LOOKED_AT = 16
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_Print = tuple[torch.Size, torch.dtype, tuple[Any, ...]]
+SampledValues = tuple[torch.Size, torch.dtype, tuple[Any, ...]]
 
 
 class Copies:
@@ -24,14 +24,14 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, weakref.ref[torch.Tensor], _Print]] = []
+        self._found: list[tuple[str, weakref.ref[torch.Tensor], SampledValues]] = []
 
     @contextlib.contextmanager
     def found_after(self, model: torch.nn.Module) -> Iterator[None]:
         """In here the model's parameters become those of another rank."""
-        before = {name: print_of(one) for name, one in model.named_parameters()}
+        before = {name: sample_values(one) for name, one in model.named_parameters()}
         yield
-        after = ((name, print_of(one)) for name, one in model.named_parameters())
+        after = ((name, sample_values(one)) for name, one in model.named_parameters())
         replaced = {old: name for name, new in after if (old := before.get(name)) is not None and old != new}
         if not replaced:
             return
@@ -43,7 +43,7 @@ class Copies:
         for one in objects:
             if id(one) in unused:
                 continue
-            if type(one) in _PLAIN and (one.numel(), one.dtype) in kinds and (held := print_of(one)) in replaced:
+            if type(one) in _PLAIN and (one.numel(), one.dtype) in kinds and (held := sample_values(one)) in replaced:
                 self._found.append((replaced[held], weakref.ref(one), held))
 
     def tell(self) -> None:
@@ -51,7 +51,7 @@ class Copies:
         if not self._found:
             return
         found, self._found = self._found, []
-        held = [name for name, weak, was in found if (one := weak()) is not None and print_of(one) == was]
+        held = [name for name, weak, was in found if (one := weak()) is not None and sample_values(one) == was]
         if held:
             warnings.warn(
                 f"a copy of the model was made before broadcast_state: it holds the {held[0]} that this rank began "
@@ -62,7 +62,7 @@ class Copies:
 
 
 @torch.no_grad()
-def print_of(tensor: torch.Tensor) -> _Print | None:
+def sample_values(tensor: torch.Tensor) -> SampledValues | None:
     """Some of a tensor's numbers, which tell it from others of its kind; None where all are equal or none is there."""
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.device.type == "meta":
         return None

@@ -9,10 +9,10 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvdkit.steps import passes
-from hvdkit.torch import parting
+from hvdkit.torch import divergence
 from hvdkit.torch.backward import eagerly
 from hvdkit.torch.exchange import Exchange
-from hvdkit.torch.together import exchanges
+from hvdkit.torch.multi_optimizer import exchanges
 
 _COUNTED = "_hvdkit_counted"
 
@@ -29,7 +29,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
     found = exchanges()
     if not any(one.steps_as(optimizer) for one in found):
-        parting.UNDISTRIBUTED.look(optimizer, lambda: [named for one in found for named in one.training()])
+        divergence.UNDISTRIBUTED.look(optimizer, lambda: [named for one in found for named in one.training()])
     for one in found:
         one.note(optimizer)
     if len(args) > 1 and callable(args[1]):

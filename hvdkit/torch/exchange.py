@@ -16,17 +16,17 @@ from torch.optim.optimizer import Optimizer
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
+from hvdkit.steps.divergence import DivergenceCheck
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.steps.parting import Parting
-from hvdkit.torch import parting
-from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.bucket_layout import BucketLayout, Members, Parameter, Said, obstacle_to
-from hvdkit.torch.buckets import Travelling, in_buckets, total_norm
+from hvdkit.torch import divergence
+from hvdkit.torch.backward import TRACKER, eagerly
+from hvdkit.torch.bucket_layout import BucketFlags, BucketLayout, Members, Parameter, obstacle_to
+from hvdkit.torch.buckets import AnyBucket, in_buckets, total_norm
 from hvdkit.torch.buffers import look, untrained_of
 from hvdkit.torch.copies import COPIES
+from hvdkit.torch.multi_optimizer import exchange_all, exchanges, hold, tell_how_many
+from hvdkit.torch.reducer import Reducer
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
-from hvdkit.torch.together import exchange_all, exchanges, hold, tell_how_many
-from hvdkit.torch.wire import Wire
 
 _NUMBERS = itertools.count()
 _FAILED = (
@@ -51,8 +51,8 @@ class _Agreed:
 
     members: Members
     number: int
-    buckets: list[Travelling]
-    bucket_of: dict[int, Travelling]
+    buckets: list[AnyBucket]
+    bucket_of: dict[int, AnyBucket]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Exchange:
         self._model = weakref.ref(model)
         self.number = next(_NUMBERS)
         self._options, self._layout, self.process_set = options, layout, ranks
-        self._wire = Wire(ranks, options.compression, options.gradient_predivide_factor)
+        self._reducer = Reducer(ranks, options.compression, options.gradient_predivide_factor)
         self._members: dict[int, _Member] = {}
         self._followed: list[weakref.ref[Parameter]] = []
         self._seen: list[Any] = []
@@ -99,13 +99,13 @@ class Exchange:
         self._agreed: _Agreed | None = None
         self._averaged = False
         self._untrained = untrained_of(model)
-        self._parting = Parting(self._untrained)
-        self._by_hand = parting.ByHand(self._among_others)
-        self._within = parting.Within()
+        self._divergence = DivergenceCheck(self._untrained)
+        self._by_hand = divergence.ByHand(self._among_others)
+        self._within = divergence.Within()
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in exchanges()))
-        self._take_on(one for one in others if obstacle_to(one) is None)
+        self._register(one for one in others if obstacle_to(one) is None)
         added = optimizer.add_param_group
 
         def add_param_group(param_group: dict[str, Any]) -> None:
@@ -125,10 +125,10 @@ class Exchange:
         optimizer = self.optimizer()
         held = [] if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
         if len(held) != len(self._followed) or not all(map(operator.is_, held, [weak() for weak in self._followed])):
-            self._take_on(held)
+            self._register(held)
             self._followed = list(map(weakref.ref, held))
 
-    def _take_on(self, parameters: Iterable[Parameter]) -> None:
+    def _register(self, parameters: Iterable[Parameter]) -> None:
         """Average the gradients of those parameters that are new, and can have one, in this exchange's name space."""
         found = {id(one): one for one in parameters if not self.has(one)}
         new = [one for one in found.values() if one.is_floating_point() or one.is_complex()]
@@ -191,16 +191,16 @@ class Exchange:
         self.active = self._among_others()
         self._by_hand.exchanged()
         if self.active and not late:
-            parting.UNDISTRIBUTED.exchanged()
+            divergence.UNDISTRIBUTED.exchanged()
             COPIES.tell()
-            self._within.begin(lambda: parting.own(self.training(), self.optimizer()))
+            self._within.begin(lambda: divergence.own(self.training(), self.optimizer()))
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         if self.exchanging:
             self._local = []  # a gradient that is held here looks like the program's own
         self._fired: set[int] = set()
-        self._said = Said(self._has_changed(), late, self._parting.noted is not None)
+        self._flags = BucketFlags(self._has_changed(), late, self._divergence.pending_fingerprint is not None)
 
     def _has_changed(self) -> bool:
         """Whether there are no buckets for what trains now; most often told by what takes little time to look at."""
@@ -217,7 +217,7 @@ class Exchange:
     @eagerly
     def _take(self, parameter: Parameter) -> None:
         """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
-        NOW.reach(self, parameter)
+        TRACKER.mark_ready(self, parameter)
         if not self.exchanging:
             return
         key = id(parameter)
@@ -225,19 +225,19 @@ class Exchange:
             self._twice.add(key)
         self._fired.add(key)
         others = len(parameter._post_accumulate_grad_hooks) > 1  # the program's, which may still change this gradient
-        if others or self._agreed is None or self._said.changed:
+        if others or self._agreed is None or self._flags.changed:
             return
         bucket = self._agreed.bucket_of.get(key)
         if bucket is None:  # frozen since forward: autograd calls its hooks, and adds nothing
             return
         if key in self._twice:
             bucket.early = False
-        if bucket.reach(parameter):
-            bucket.leave(self._wire, self._said)
+        if bucket.mark_ready(parameter):
+            bucket.launch(self._reducer, self._flags)
 
     # At the end of backward ----------------------------------------------------------------------------------------
 
-    def depart(self) -> None:
+    def launch(self) -> None:
         """Send what has not left yet."""
         if self.active:
             self._passes += not self._suspended
@@ -245,12 +245,12 @@ class Exchange:
         if self.exchanging:
             self._passes, self._local = 0, []
             for bucket in self._buckets():
-                bucket.leave(self._wire, self._said)
+                bucket.launch(self._reducer, self._flags)
         elif self.active:
             gradients = [(weakref.ref(one), one.grad) for _, one in self.training()]
             self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
 
-    def arrive(self) -> None:
+    def finish(self) -> None:
         """Wait; then all gradients are the mean.
 
         Raises:
@@ -261,38 +261,38 @@ class Exchange:
         self._within.end()
         if not self.exchanging:
             return
-        heard = self._heard()
-        if heard.failed:
+        flags = self._wait_all()
+        if flags.failed:
             raise AgreementError(_FAILED)
-        if heard.noted and self._agreed is not None:  # also where they train others from now on
+        if flags.has_fingerprint and self._agreed is not None:  # also where they train others from now on
             self._compare(self._agreed)
-        if heard.changed or self._agreed is None:
+        if flags.changed or self._agreed is None:
             self._agree()
             # What was averaged already averages to itself.
             for bucket in self._buckets():
-                bucket.leave(self._wire, self._said._replace(changed=0.0))
-            heard = self._heard()
-        self._parting.exchanged()
-        if 0 < heard.late < 1 - 0.5 / self.process_set.size():
+                bucket.launch(self._reducer, self._flags._replace(changed=0.0))
+            flags = self._wait_all()
+        self._divergence.exchanged()
+        if 0 < flags.late < 1 - 0.5 / self.process_set.size():
             raise AgreementError(
                 "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
                 "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
             )
 
-    def _heard(self) -> Said:
+    def _wait_all(self) -> BucketFlags:
         """Wait for all buckets; what the ranks say in them."""
-        heard = Said()
+        flags = BucketFlags()
         for bucket in self._buckets():
-            said = bucket.arrive()
-            if any(said):
-                heard = Said(*map(max, heard, said))
-        return heard
+            of_bucket = bucket.finish()
+            if any(of_bucket):
+                flags = BucketFlags(*map(max, flags, of_bucket))
+        return flags
 
     def _compare(self, agreed: _Agreed) -> None:
-        named = parting.own(agreed.members.living(), self.optimizer())
-        names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
+        named = divergence.own(agreed.members.living(), self.optimizer())
+        names, roundings = [name for name, _ in named], [divergence.rounding_of(one) for _, one in named]
         call = f"parameters.{agreed.number}"
-        self._parting.compare(TorchRanks(self.process_set), names, roundings, call)
+        self._divergence.compare(TorchRanks(self.process_set), names, roundings, call)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -304,17 +304,17 @@ class Exchange:
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = tell_how_many(ranks, self.process_set, self.number)
-        parting.warn_of_clipping_hooks(named)
+        divergence.warn_of_clipping_hooks(named)
         buckets = in_buckets(named, how, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
-        bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
+        bucket_of = {key: bucket for bucket in buckets for key in bucket.param_ids}
         if self._agreed is None:
-            self._parting = Parting(self._untrained)
+            self._divergence = DivergenceCheck(self._untrained)
         self._agreed, self._seen = _Agreed(Members(named), number, buckets, bucket_of), []
-        self._said = self._said._replace(noted=0.0)
+        self._flags = self._flags._replace(has_fingerprint=0.0)
 
-    def _buckets(self) -> list[Travelling]:
+    def _buckets(self) -> list[AnyBucket]:
         return [] if self._agreed is None else self._agreed.buckets
 
     def norm(self) -> torch.Tensor:
@@ -327,22 +327,22 @@ class Exchange:
         """Of the parameters that train."""
         return [name for name, _ in self.training()]
 
-    def travels(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether any of its buckets is on its way."""
-        return any(bucket.travels() for bucket in self._buckets())
+        return any(bucket.in_flight() for bucket in self._buckets())
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """An error ended backward: what is on its way arrives, for nothing.
 
         Raises:
             AgreementError: it ended on some ranks; on every rank, for the others wait for the rest.
         """
-        unsent = [bucket for bucket in self._buckets() if not bucket.abandon()]
+        unsent = [bucket for bucket in self._buckets() if not bucket.cancel()]
         if 0 < len(unsent) < len(self._buckets()):
             for bucket in unsent:
-                bucket.give_up(self._wire, self._said._replace(failed=1.0))
-            heard = Said(*map(max, zip(Said(), *(bucket.arrive() for bucket in unsent), strict=True)))
-            if 0 < heard.failed < 1 - 0.5 / self.process_set.size():
+                bucket.send_empty(self._reducer, self._flags._replace(failed=1.0))
+            flags = BucketFlags(*map(max, zip(BucketFlags(), *(bucket.finish() for bucket in unsent), strict=True)))
+            if 0 < flags.failed < 1 - 0.5 / self.process_set.size():
                 raise AgreementError(_FAILED)
 
     def forget_agreement(self) -> None:
@@ -373,7 +373,7 @@ class Exchange:
                 "step() within backward(), where gradients are this rank's own and the mean is not there yet; step "
                 "after backward()."
             )
-        if any(parting.is_other(one(), gradient, version) for one, gradient, version in self._local):
+        if any(divergence.is_other(one(), gradient, version) for one, gradient, version in self._local):
             raise InvalidArgumentError(
                 f"step() after gradients of this rank alone were changed (clipped or unscaled): the last backward "
                 f"before it was in no_sync, or was one of fewer than {self._options.backward_passes_per_step} "
@@ -381,7 +381,7 @@ class Exchange:
             )
         if self._members and not self._averaged:
             if not self._local and self._among_others():
-                parting.warn_of_clipped([one.grad for _, one in self.training() if one.grad is not None])
+                divergence.warn_of_clipped([one.grad for _, one in self.training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
             exchange_all([self])
@@ -402,10 +402,10 @@ class Exchange:
     def note(self, optimizer: Any) -> None:
         """Look at the parameters before a step of its own, when it is time to."""
         agreed = self._agreed
-        if agreed and self._parting.wants_note() and self.steps_as(optimizer) and parting.can_look():
-            named = parting.own(agreed.members.living(), self.optimizer())
-            self._parting.noted = parting.facts_of(one for _, one in named)
-            self._parting.seen = look(self._model())
+        if agreed and self._divergence.wants_note() and self.steps_as(optimizer) and divergence.can_look():
+            named = divergence.own(agreed.members.living(), self.optimizer())
+            self._divergence.pending_fingerprint = divergence.fingerprints(one for _, one in named)
+            self._divergence.seen = look(self._model())
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""

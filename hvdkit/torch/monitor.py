@@ -12,15 +12,15 @@ import torch
 
 from hvdkit.steps import monitor, step_marks, torch_tensors
 from hvdkit.steps.topology import Topology
+from hvdkit.torch.multi_optimizer import exchanges
 from hvdkit.torch.state import RANKS
-from hvdkit.torch.together import exchanges
 
 
 class Monitor(monitor.Monitor):
     """Watches a loop while it trains; ``hvdkit.steps.monitor.Monitor`` says what it is given and what it raises."""
 
     def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        return RANKS.aside(words, name)
+        return RANKS.background_allgather(words, name)
 
     def _held(self, value: Any) -> Any:
         # What a GPU still computes is not waited for now; a copy, since a sum may be added to in place.

@@ -4,7 +4,7 @@ A hook on every parameter puts its fresh gradient into a bucket, which travels w
 callback at the end of backward sends the rest and waits, so that whatever reads gradients after it (clipping, a
 GradScaler, a closure, the step) sees the mean. The optimizer stays the user's own object.
 
-Read on in ``exchange``, then ``buckets``, ``wire``, ``backward`` and ``every_step``.
+Read on in ``exchange``, then ``buckets``, ``reducer``, ``backward`` and ``every_step``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.bucket_layout import BucketLayout, Named
 from hvdkit.torch.every_step import look_at_steps
 from hvdkit.torch.exchange import Exchange, named_of
+from hvdkit.torch.multi_optimizer import exchanges
 from hvdkit.torch.state import DISTRIBUTED, parameters_of, sample_of
-from hvdkit.torch.together import exchanges
 
 
 def distributed(

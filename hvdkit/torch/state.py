@@ -14,7 +14,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.root import on_root
-from hvdkit.torch import seeds, together
+from hvdkit.torch import multi_optimizer, seeds
 from hvdkit.torch.nested import Outline, Placing, flattened, inner_of, is_wrapper, rebuilt, remade
 
 
@@ -33,7 +33,7 @@ class TorchRanks(OverHorovod):
     minimum = torch.inference_mode(False)(OverHorovod.minimum)
     broadcast = torch.inference_mode(False)(OverHorovod.broadcast)
     broadcast_object = torch.inference_mode(False)(OverHorovod.broadcast_object)
-    aside = torch.inference_mode(False)(OverHorovod.aside)
+    background_allgather = torch.inference_mode(False)(OverHorovod.background_allgather)
 
 
 RANKS = TorchRanks()
@@ -151,7 +151,7 @@ def broadcast(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = 
     if not 0 <= root < hvd.size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
     require_same_training(model, optimizer)
-    together.tell_how_many(RANKS, hvd.global_process_set)
+    multi_optimizer.tell_how_many(RANKS, hvd.global_process_set)
     send(model, optimizer, root)
     seeds.move_to_own_stream()
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hvdkit.arrays import mpi, tree
 from hvdkit.arrays.exchange import shared
 from hvdkit.arrays.exchange.shared import SharedSum
-from hvdkit.arrays.farewell import waits
+from hvdkit.arrays.exit_watchdog import waits
 from hvdkit.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]

@@ -16,7 +16,7 @@ import numpy as np
 from hvdkit.arrays import mpi
 from hvdkit.arrays.exchange import plan
 from hvdkit.arrays.exchange.buffers import Leaf, Ranks
-from hvdkit.arrays.farewell import waits
+from hvdkit.arrays.exit_watchdog import waits
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 
 

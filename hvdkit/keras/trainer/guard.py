@@ -33,12 +33,12 @@ from hvdkit.keras import monitor, state
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras.data import SHARDED, Evaluation, reader_of, set_trained_on
 from hvdkit.keras.optimizer import held_by
-from hvdkit.keras.trainer import additive, evaluation, own_steps, private, requirements, watch
+from hvdkit.keras.trainer import additive, evaluation, private, requirements, sample_weight_check, watch
 from hvdkit.keras.trainer.metrics import AverageOfFit, States
 from hvdkit.keras.trainer.requirements import UNKNOWN
 from hvdkit.keras.trainer.writers import on_the_root
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import agreement, parting, passes
+from hvdkit.steps import agreement, divergence, passes
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.untrained import UntrainedState
@@ -57,7 +57,7 @@ def install() -> None:
     private.replace(private.TRAIN_ON_BATCH, _refusing_undistributed)
     private.replace(private.EVALUATE, evaluation.evaluating)
     private.replace(private.PREDICT, evaluation.predicting)
-    private.replace(private.APPLY, own_steps.warning_of_undistributed)
+    private.replace(private.APPLY, sample_weight_check.warning_of_undistributed)
     private.replace(private.REST, private.go_on_in_mid_epoch)
     if keras.backend.backend() == "tensorflow":
         private.replace(private.BUILD, private.build_by_first_batch)
@@ -103,7 +103,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
         try:
-            with own_steps.weighing(model, weights):
+            with sample_weight_check.weighing(model, weights):
                 history = plain(*call.args, **call.kwargs)
             guard.check(model, "at the end")
             guard.done()
@@ -133,7 +133,7 @@ def _refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refusing_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own_steps.trace_for(self, "")
+        sample_weight_check.trace_for(self, "")
         if self.train_function is None and state.world().size > 1:
             requirements.prepare(self, "train_on_batch")
             weights = self.trainable_variables if state.is_built(self) else []  # on every rank, or the others wait
@@ -349,7 +349,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
     def _check_untrained(self) -> None:
         """A step has been taken: look now and then at what no gradient trains."""
         self._steps += 1
-        told = parting.is_due(self._steps) or self._untrained.suspects
+        told = divergence.is_due(self._steps) or self._untrained.suspects
         if self._alone or not told or agreement.WARNING or taking_part(held_by(self.model)) is not None:
             return
         seen = state.untrained_state(self.model, self._untrained.suspects)

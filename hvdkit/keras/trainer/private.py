@@ -30,7 +30,7 @@ TESTED = ("3.15", "3.15")
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class PatchPoint:
     """An attribute of Keras.
 
     Attributes:
@@ -54,37 +54,37 @@ class Inside:
         return ".".join(filter(None, (self.module, self.owner, self.name)))
 
 
-FIT = Inside("keras", "Model", "fit", "every fit must be guarded, and Keras has no hook that every fit passes")
-TRAIN_ON_BATCH = Inside("keras", "Model", "train_on_batch", "a step without fit must be guarded, too")
-EVALUATE = Inside("keras", "Model", "evaluate", "what shard made is to be evaluated on all ranks together")
-PREDICT = Inside("keras", "Model", "predict", "what shard made is to be predicted on all ranks together")
-APPLY = Inside("keras.optimizers", "Optimizer", "apply", "every step of a loop of the user's own passes it")
-REST = Inside(
+FIT = PatchPoint("keras", "Model", "fit", "every fit must be guarded, and Keras has no hook that every fit passes")
+TRAIN_ON_BATCH = PatchPoint("keras", "Model", "train_on_batch", "a step without fit must be guarded, too")
+EVALUATE = PatchPoint("keras", "Model", "evaluate", "what shard made is to be evaluated on all ranks together")
+PREDICT = PatchPoint("keras", "Model", "predict", "what shard made is to be predicted on all ranks together")
+APPLY = PatchPoint("keras.optimizers", "Optimizer", "apply", "every step of a loop of the user's own passes it")
+REST = PatchPoint(
     "keras.src.trainers.epoch_iterator",
     "EpochIterator",
     "_enumerate_iterator",
     "the first epoch of a fit that goes on is the rest of one, its batches numbered as in the whole",
 )
-STANDARDIZE = Inside(
+STANDARDIZE = PatchPoint(
     "keras.src.trainers.data_adapters.py_dataset_adapter",
     "PyDatasetAdapter",
     "_standardize_batch",
     "a batch without labels is what fit(x) makes of an array, not a tuple",
 )
-TF_DATASET = Inside(
+TF_DATASET = PatchPoint(
     "keras.src.trainers.data_adapters.py_dataset_adapter",
     "PyDatasetAdapter",
     "get_tf_dataset",
     "tf.data copies large rows several times faster than a generator of batches",
 )
-TF_ITERATOR = Inside(
+TF_ITERATOR = PatchPoint(
     "keras.src.backend.tensorflow.trainer",
     "TFEpochIterator",
     "_get_iterator",
     "TensorFlow takes a batch within the step, and the wait for it is to be told from the step's work",
 )
-LEGACY_FIT = Inside("tf_keras", "Model", "fit", "no model of Keras 2 may train on several ranks unsynchronised")
-BUILD = Inside(
+LEGACY_FIT = PatchPoint("tf_keras", "Model", "fit", "no model of Keras 2 may train on several ranks unsynchronised")
+BUILD = PatchPoint(
     "keras.src.backend.tensorflow.trainer",
     "TensorFlowTrainer",
     "_maybe_symbolic_build",
@@ -100,18 +100,22 @@ NEEDED = (
     *([BUILD, TF_ITERATOR] if keras.backend.backend() == "tensorflow" else []),
     STANDARDIZE,
     TF_DATASET,
-    Inside("keras", "Model", "_aggregate_additional_loss", "what layers give to add_loss counts as their batch"),
-    Inside("keras.src.trainers.compile_utils", "CompileMetrics", "metrics", "each metric's states add up, or do not"),
-    Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
-    Inside("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
-    Inside("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),
+    PatchPoint("keras", "Model", "_aggregate_additional_loss", "what layers give to add_loss counts as their batch"),
+    PatchPoint(
+        "keras.src.trainers.compile_utils", "CompileMetrics", "metrics", "each metric's states add up, or do not"
+    ),
+    PatchPoint("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
+    PatchPoint("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
+    PatchPoint("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),
 )
 """What there must be; of Keras 2, which may not be installed, nothing."""
 
 WITHOUT_BATCH: WeakSet[Any] = WeakSet()
 """Models whose ``fit`` has yet to look at its data."""
 
-_replaced: dict[Inside, tuple[Any, Any, Any]] = {}  # the holder, what is there now, and what was, None: a base class's
+_replaced: dict[
+    PatchPoint, tuple[Any, Any, Any]
+] = {}  # the holder, what is there now, and what was, None: a base class's
 
 
 def check(version: str) -> None:
@@ -140,7 +144,7 @@ def check(version: str) -> None:
         )
 
 
-def replace(what: Inside, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace(what: PatchPoint, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put another function in the place of one of Keras', until ``undo``; nothing happens the second time.
 
     Args:

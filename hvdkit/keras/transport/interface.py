@@ -33,14 +33,14 @@ class Transport(Collectives):
         """A digest of each variable's bits, int64 (len(variables),), made where they are; not collective."""
 
     @abstractmethod
-    def aside(self, words: Words, name: str) -> Words:
+    def background_allgather(self, words: Words, name: str) -> Words:
         """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective.
 
         Each thread has a name of its own, which ``prepare_aside`` was told.
         """
 
     def prepare_aside(self, name: str) -> None:
-        """Have ``aside`` know this name; a collective of the first thread where names do not pair calls up."""
+        """Have ``background_allgather`` know this name; a collective of the first thread where names pair no calls."""
 
     @abstractmethod
     def total(self, name: str) -> Total:
@@ -48,7 +48,7 @@ class Transport(Collectives):
 
     @abstractmethod
     def has_aside(self) -> bool:
-        """Whether ``aside`` can be used, the same on all ranks."""
+        """Whether ``background_allgather`` can be used, the same on all ranks."""
 
     @abstractmethod
     def end(self, why: str) -> None:

@@ -92,10 +92,10 @@ class OverTensorflow(HorovodTransport):
 
         return super().start()
 
-    def aside(self, words: Words, name: str) -> Words:
-        from hvdkit.tensorflow.monitor import aside
+    def background_allgather(self, words: Words, name: str) -> Words:
+        from hvdkit.tensorflow.monitor import background_allgather
 
-        return aside(words, name)
+        return background_allgather(words, name)
 
     def total(self, name: str) -> Total:
         from hvdkit.common import tf_streams

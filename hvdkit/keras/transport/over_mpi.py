@@ -123,7 +123,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
     def prepare_aside(self, name: str) -> None:
         self._apart[name] = self._in_order().Dup()
 
-    def aside(self, words: Words, name: str) -> Words:
+    def background_allgather(self, words: Words, name: str) -> Words:
         if not self.has_aside():
             raise InvalidArgumentError(
                 "the MPI here may be called by one thread at a time, and a second one would tell the other ranks; use "

@@ -21,7 +21,7 @@ from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range o
 from hvdkit.steps.allreduce_counts import COUNTS
 
 
-class Reached(Protocol):
+class ReachedExchange(Protocol):
     """An exchange, as what begins and ends it sees it.
 
     Attributes:
@@ -37,11 +37,11 @@ class Reached(Protocol):
     exchanging: bool
 
     def begin(self) -> None: ...
-    def depart(self) -> None: ...
-    def arrive(self) -> None: ...
-    def travels(self) -> bool: ...
+    def launch(self) -> None: ...
+    def finish(self) -> None: ...
+    def in_flight(self) -> bool: ...
     def norm(self) -> torch.Tensor: ...
-    def abandon(self) -> None: ...
+    def cancel(self) -> None: ...
 
 
 _HELD: list[weakref.ref[Any]] = []
@@ -55,7 +55,7 @@ def exchanges() -> list[Any]:
     return [one for held in _HELD if (one := held()) is not None]
 
 
-def hold(exchange: Reached) -> int:
+def hold(exchange: ReachedExchange) -> int:
     """Have an exchange among ``exchanges()``; returns its place."""
     _HELD[:] = map(weakref.ref, [*exchanges(), exchange])
     identity = exchange.process_set.process_set_id
@@ -76,28 +76,28 @@ def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
     return int(told[:, 1].max())
 
 
-def exchange_all(reached: Iterable[Reached]) -> list[Reached]:
+def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
     """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers.
 
     Raises:
-        AgreementError, InvalidArgumentError: see ``Exchange.arrive``.
+        AgreementError, InvalidArgumentError: see ``Exchange.finish``.
     """
     # All depart before one is waited for: ranks may have reached them in another order.
     taken = list(reached)
     for exchange in taken:
-        exchange.depart()
+        exchange.launch()
     with COUNTS.allreduce(exchange.process_set for exchange in taken if exchange.exchanging):
         for exchange in reached_elsewhere(taken):
             exchange.begin()
-            exchange.depart()
+            exchange.launch()
             taken.append(exchange)
         taken.sort(key=lambda one: one.number)
         for exchange in taken:
-            exchange.arrive()
+            exchange.finish()
     return taken
 
 
-def reached_elsewhere(reached: list[Reached]) -> list[Reached]:
+def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
     """Those that have begun on another rank, and not here; a collective where all ranks have made more than one."""
     sets = {one.process_set.process_set_id: one.process_set for one in reached if one.exchanging}
     words, handles = {}, []
@@ -119,13 +119,13 @@ def reached_elsewhere(reached: list[Reached]) -> list[Reached]:
     return [one for one in others if (one.process_set.process_set_id, one.place) in begun]
 
 
-def abandon(reached: list[Reached]) -> None:
+def cancel(reached: list[ReachedExchange]) -> None:
     """An error ended a backward that reached these.
 
     Raises:
-        AgreementError: see ``Exchange.abandon``.
+        AgreementError: see ``Exchange.cancel``.
     """
-    if any(exchange.travels() for exchange in reached):
+    if any(exchange.in_flight() for exchange in reached):
         reached_elsewhere(reached)  # the other ranks wait for what this one says, too
     for exchange in reached:
-        exchange.abandon()
+        exchange.cancel()

@@ -1,4 +1,4 @@
-"""Do the ranks still hold the same parameters? Looked at now and then, so that ranks that have parted do not train on.
+"""Do the ranks still hold the same parameters? Looked at now and then, so that ranks that have diverged stop.
 
 Equal weights and equal gradients stay equal, whatever the optimizer. A broadcast left out, a learning rate or noise of
 one rank's own, a step that one rank skips end that without a word. Values are compared to the rounding of their types,
@@ -18,7 +18,7 @@ from hvdkit.steps.agreement import WARNING
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.untrained import Seen, UntrainedState
 
-Facts = npt.NDArray[np.float64]
+Fingerprints = npt.NDArray[np.float64]
 _EVERY = 1000
 _FIX = (
     "begin with broadcast_state on every rank, and let every rank take the same steps, with the same learning rate and "
@@ -32,12 +32,13 @@ def is_due(count: Any) -> Any:
     return (count & (count - 1) == 0) | (count % _EVERY == 0)
 
 
-def judge(whole: Facts, names: Sequence[str], roundings: Sequence[float], exchanges: int) -> None:
+def raise_if_diverged(whole: Fingerprints, names: Sequence[str], roundings: Sequence[float], exchanges: int) -> None:
     """Compare what the ranks saw, unless a ``CheckAgreement`` was told to warn of differences.
 
     Args:
         whole: the sum over the ranks of 1, of 1 where it was time for the rank to look, of 1 where it did, of its
-            facts, and of their squares. Facts are float64 (n, 2): of each parameter its norm, and a sum of that size.
+            fingerprints, and of their squares. Fingerprints are float64 (n, 2): of each parameter its norm, and a sum
+            of that size.
         names: of the parameters.
         roundings: the machine epsilon of each one's type.
         exchanges: so many; what processors of different kinds round differently adds up.
@@ -63,39 +64,39 @@ def judge(whole: Facts, names: Sequence[str], roundings: Sequence[float], exchan
         raise AgreementError(f"the ranks train apart: their values of {names[apart[0]]} differ{others}; {_FIX}.")
 
 
-def require_same_exchange(whole: Facts, said: Sequence[str]) -> None:
+def require_same_exchange(whole: Fingerprints, gradients: Sequence[str]) -> None:
     """Raise an AgreementError unless the ranks are about to exchange the same gradients.
 
     Args:
         whole: the sum over the ranks of 1, of each one's mark, an integer below 2**20 that stands for what it
             exchanges, and of the marks' squares.
-        said: what this rank exchanges: of each gradient a name.
+        gradients: the name of each gradient that this rank exchanges.
     """
     ranks, marks, squares = (float(one) for one in whole)
     if squares / ranks != (marks / ranks) ** 2:
-        shown = ", ".join([*said[:3], *(["..."] if len(said) > 3 else [])])
+        shown = ", ".join([*gradients[:3], *(["..."] if len(gradients) > 3 else [])])
         raise AgreementError(
-            f"the ranks exchange different gradients, this rank those of {len(said)} variables ({shown}); build the "
-            "same model on every rank, and ask for the same variables in the same order. In a compiled step, and of "
-            "sparse rows, a gradient must be None on all ranks or on none."
+            f"the ranks exchange different gradients, this rank those of {len(gradients)} variables ({shown}); build "
+            "the same model on every rank, and ask for the same variables in the same order. In a compiled step, and "
+            "of sparse rows, a gradient must be None on all ranks or on none."
         )
 
 
-class Parting:
+class DivergenceCheck:
     """When to look at the parameters, and what was seen; the next exchange of gradients compares it.
 
     Args:
         untrained: what is known of the model's other state.
     Attributes:
-        noted: facts, see ``judge``, that are not compared yet.
-        seen: the other state when they were noted.
+        pending_fingerprint: see ``raise_if_diverged``, that are not compared yet.
+        seen: the other state when it was taken.
     """
 
     def __init__(self, untrained: UntrainedState) -> None:
         self._exchanges = 0
         self._asks = False
         self._untrained = untrained
-        self.noted: Facts | None = None
+        self.pending_fingerprint: Fingerprints | None = None
         self.seen: Seen | None = None
 
     def exchanged(self) -> None:
@@ -105,19 +106,19 @@ class Parting:
 
     def wants_note(self) -> bool:
         """Whether to look before the step that is about to be taken."""
-        return self._asks and self.noted is None
+        return self._asks and self.pending_fingerprint is None
 
     def compare(self, ranks: Collectives, names: Sequence[str], roundings: Sequence[float], call: str) -> None:
-        """Compare what the ranks noted, when some rank has; a collective, to which one that has joined adds zeros.
+        """Compare the ranks' fingerprints, when some rank has one; a collective, to which one that joined adds zeros.
 
         Args:
             ranks: all that exchange gradients.
-            names, roundings: see ``judge``; the same on every rank.
+            names, roundings: see ``raise_if_diverged``; the same on every rank.
             call: names the collective.
         Raises:
-            AgreementError: on every rank, see ``judge``.
+            AgreementError: on every rank, see ``raise_if_diverged``.
         """
-        seen, asked, self.noted, self._asks = self.noted, self._asks, None, False
+        seen, asked, self.pending_fingerprint, self._asks = self.pending_fingerprint, self._asks, None, False
         looked = seen is not None and len(seen) == len(names)
         mine = seen.ravel() if looked and seen is not None else np.zeros(2 * len(names))
         mark = 0.0 if self.seen is None else self.seen.mark()
@@ -125,7 +126,7 @@ class Parting:
         marks, squares, *counts = whole[:5].tolist()
         if counts[1] < counts[0]:
             self._exchanges = 0  # on every rank, so that they count alike from now on
-        judge(whole[2:], names, roundings, max(self._exchanges, 1))
+        raise_if_diverged(whole[2:], names, roundings, max(self._exchanges, 1))
         if WARNING or set(counts) != {ranks.size()} or self.seen is None:
             return
         if squares / counts[0] == (marks / counts[0]) ** 2:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.parting import is_due
+from hvdkit.steps.divergence import is_due
 from hvdkit.torch.backward import eagerly
 from hvdkit.torch.bucket_layout import Named, Parameter
 from hvdkit.torch.state import parameters_of
@@ -30,17 +30,17 @@ _ALONE = 100
 """Steps of an optimizer after which it is no inner loop, though nothing has been averaged in between."""
 
 
-def facts_of(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
+def fingerprints(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
     """What shows whether two ranks' parameters differ, float64 (n, 2): of each its norm, and a sum of that size."""
-    facts = []
+    computed = []
     for one in parameters:
         flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
         flat = flat if flat.element_size() > 1 else flat.float()
         parts = [flat[at : at + _PART] for at in range(0, max(len(flat), 1), _PART)]
         norm = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).norm()
         whole = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
-        facts.append(torch.stack([norm, whole / max(len(flat), 1) ** 0.5]))
-    return np.array([one.tolist() for one in facts]).reshape(-1, 2)
+        computed.append(torch.stack([norm, whole / max(len(flat), 1) ** 0.5]))
+    return np.array([one.tolist() for one in computed]).reshape(-1, 2)
 
 
 def own(named: Named, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, Parameter]]:
@@ -173,14 +173,14 @@ class Within:
     def __init__(self) -> None:
         self._count = 0
         self._watched: list[weakref.ref[Parameter]] = []
-        self._facts = facts_of([])
+        self._fingerprints = fingerprints([])
 
     def begin(self, trained: Callable[[], Named]) -> None:
         """A backward has reached the parameters that ``trained`` gives."""
         self._count += 1
         self._watched = [weakref.ref(one) for _, one in trained()] if is_due(self._count) and can_look() else []
         if self._watched:
-            self._facts = self._look()
+            self._fingerprints = self._look()
 
     def end(self) -> None:
         """It has ended.
@@ -188,7 +188,7 @@ class Within:
         Raises:
             InvalidArgumentError: they are not what they were.
         """
-        if self._watched and not np.array_equal(self._look(), self._facts, equal_nan=True):
+        if self._watched and not np.array_equal(self._look(), self._fingerprints, equal_nan=True):
             raise InvalidArgumentError(
                 "parameters moved within backward(), where gradients are this rank's own and the mean is not there "
                 "yet: a hook changes them; step after backward()."
@@ -196,7 +196,7 @@ class Within:
         self._watched = []
 
     def _look(self) -> npt.NDArray[np.float64]:
-        return facts_of(one for weak in self._watched if (one := weak()) is not None)
+        return fingerprints(one for weak in self._watched if (one := weak()) is not None)
 
 
 class ByHand:
@@ -209,11 +209,11 @@ class ByHand:
     def __init__(self, counts: Callable[[], bool]) -> None:
         self._counts = weakref.WeakMethod(counts)
         self._looks, self._asked, self._moved = _LOOKS, 0, 0
-        self._facts: npt.NDArray[np.float64] | None = None
+        self._fingerprints: npt.NDArray[np.float64] | None = None
 
     def exchanged(self) -> None:
         """A backward, or a step without one, averages gradients."""
-        self._asked, self._moved, self._facts = 0, 0, None
+        self._asked, self._moved, self._fingerprints = 0, 0, None
 
     def follow(self, parameter: Parameter) -> Any:
         """The handle of a hook that sees each gradient of a parameter, of a backward or not."""
@@ -229,9 +229,9 @@ class ByHand:
         if parameter is None or counts is None or not (counts() and can_look()):
             return
         self._looks -= 1
-        facts = facts_of([parameter])
-        self._moved += self._facts is not None and not np.array_equal(facts, self._facts)
-        self._facts = facts
+        now = fingerprints([parameter])
+        self._moved += self._fingerprints is not None and not np.array_equal(now, self._fingerprints)
+        self._fingerprints = now
         if self._moved == _MOVES:
             self._looks = 0
             warnings.warn(

@@ -181,7 +181,7 @@ def test_a_step_that_one_rank_leaves_out_is_one_error_on_every_rank(hk, world):
 
 
 @on_ranks("torch", n=2)
-def test_weights_of_ones_own_within_a_step_are_no_parting(hk, world):
+def test_weights_of_ones_own_within_a_step_are_no_divergence(hk, world):
     """Each rank computes at other weights, and puts them back before the step (sampled weights, sharpness)."""
     import torch
 
@@ -282,7 +282,7 @@ def test_steps_by_hand_from_gradients_that_nobody_averages_are_one_warning(hk, w
 
 
 @on_ranks("torch", n=2)
-def test_the_rounding_of_a_type_is_no_parting(hk, world):
+def test_the_rounding_of_a_type_is_no_divergence(hk, world):
     import torch
 
     for kind in (torch.float64, torch.float32, torch.bfloat16):

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.common.tf_variables import canonical_name, native
-from hvdkit.steps import agreement, parting
+from hvdkit.steps import agreement, divergence
 from hvdkit.steps.allreduce_counts import COUNTS
 
 _FIRST = 8
@@ -163,12 +163,12 @@ def look(variables: Iterable[Any], process_set: Any, exchanged: Callable[[], Seq
         else:
             _compare(ours, names, exchange, process_set, call)
         return None
-    said, first_call, call = exchanged(), _among_equals(f"hvdkit.exchanged.{ranks}"), _among_equals(call)
+    gradients, first_call, call = exchanged(), _among_equals(f"hvdkit.exchanged.{ranks}"), _among_equals(call)
 
     def compare() -> Any:
         return tf.cond(
             exchange == 1,
-            lambda: _compare_exchanged(said, exchange, process_set, first_call),
+            lambda: _compare_exchanged(gradients, exchange, process_set, first_call),
             lambda: _compare(ours, names, exchange, process_set, call),
         )
 
@@ -178,7 +178,7 @@ def look(variables: Iterable[Any], process_set: Any, exchanged: Callable[[], Seq
 
 
 def _is_due(exchange: Any) -> Any:
-    return parting.is_due(exchange) & ((exchange >= _FIRST) | (exchange == 1))
+    return divergence.is_due(exchange) & ((exchange >= _FIRST) | (exchange == 1))
 
 
 def _among_equals(call: str) -> str:
@@ -200,37 +200,37 @@ def _counter(first: Any, number: int, process_set: Any) -> Counter:
 
 
 def _compare(ours: Sequence[tf.Variable], names: Sequence[str], exchange: Any, process_set: Any, call: str) -> Any:
-    mine = tf.reshape([fact for one in ours for fact in _facts(one)], [-1])
+    mine = tf.reshape([fact for one in ours for fact in _fingerprint(one)], [-1])
     sent = tf.concat([tf.ones(3, tf.float64), mine, mine**2], 0)
     roundings = [_ROUNDINGS.get(one.dtype, 1.0) for one in ours]
 
-    def judge(seen: Any, exchanges: Any) -> Any:  # TensorFlow keeps it, and what it holds, forever
-        parting.judge(np.asarray(seen), names, roundings, int(exchanges))
+    def check(seen: Any, exchanges: Any) -> Any:  # TensorFlow keeps it, and what it holds, forever
+        divergence.raise_if_diverged(np.asarray(seen), names, roundings, int(exchanges))
         return np.True_
 
-    return _judged(judge, sent, exchange, process_set, call)
+    return _compared(check, sent, exchange, process_set, call)
 
 
-def _compare_exchanged(said: Sequence[str], exchange: Any, process_set: Any, call: str) -> Any:
+def _compare_exchanged(gradients: Sequence[str], exchange: Any, process_set: Any, call: str) -> Any:
     """As of ``_compare``, at the first exchange."""
-    mark = float(agreement.digest(np.array(said)) & 0xFFFFF)
+    mark = float(agreement.digest(np.array(gradients)) & 0xFFFFF)
 
-    def judge(seen: Any, _: Any) -> Any:
-        parting.require_same_exchange(np.asarray(seen), said)
+    def check(seen: Any, _: Any) -> Any:
+        divergence.require_same_exchange(np.asarray(seen), gradients)
         return np.True_
 
     # A constant would be reduced where TensorFlow optimizes the graph, also of a rank that traces it anew alone.
     sent = tf.cast(exchange, tf.float64) * tf.constant([1.0, mark, mark**2], tf.float64)
-    return _judged(judge, sent, exchange, process_set, call)
+    return _compared(check, sent, exchange, process_set, call)
 
 
-def _judged(judge: Callable[[Any, Any], Any], sent: Any, exchange: Any, process_set: Any, call: str) -> Any:
+def _compared(check: Callable[[Any, Any], Any], sent: Any, exchange: Any, process_set: Any, call: str) -> Any:
     # Without the scopes of the graph around it, which may be another on another rank.
     whole = hvd.allreduce(sent, op=hvd.Sum, name=call, process_set=process_set, ignore_name_scope=True)
-    return judge(whole, exchange) if tf.executing_eagerly() else tf.numpy_function(judge, [whole, exchange], tf.bool)
+    return check(whole, exchange) if tf.executing_eagerly() else tf.numpy_function(check, [whole, exchange], tf.bool)
 
 
-def _facts(variable: tf.Variable) -> tuple[Any, Any]:
+def _fingerprint(variable: tf.Variable) -> tuple[Any, Any]:
     """Of a variable its norm, and a sum of that size, float64 () each."""
     value = variable.value()
     wide = value if value.dtype in (tf.float32, tf.float64) else tf.cast(value, tf.float32)

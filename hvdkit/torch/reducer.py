@@ -11,13 +11,13 @@ import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.torch.bucket_layout import Parameter, Said
+from hvdkit.torch.bucket_layout import BucketFlags, Parameter
 
 REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
 
 
-class Wire:
+class Reducer:
     """Averages flat tensors, in place, over the ranks of a process set.
 
     Args:
@@ -68,26 +68,26 @@ class SparseGradient:
     early = True
 
     def __init__(self, name: str, parameter: Parameter) -> None:
-        self.name, self.holds, self._parameter = name, [id(parameter)], weakref.ref(parameter)
+        self.name, self.param_ids, self._parameter = name, [id(parameter)], weakref.ref(parameter)
         self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
         self._sent: tuple[int, int, int] | None = None
 
-    def travels(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether it is on its way."""
         return self._sent is not None
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         """Let arrive what is on its way, and forget it; whether there was any."""
         handles, self._sent = (self._sent or ())[:2], None
         for handle in handles:
             synchronize(handle)
         return bool(handles)
 
-    def give_up(self, wire: Wire, said: Said) -> None:  # noqa: ARG002
+    def send_empty(self, reducer: Reducer, flags: BucketFlags) -> None:  # noqa: ARG002
         """Give the other ranks, which wait for it, no rows."""
-        self._send(wire, None)
+        self._send(reducer, None)
 
-    def reach(self, parameter: Parameter) -> bool:
+    def mark_ready(self, parameter: Parameter) -> bool:
         """Look at the gradient that is there now; whether it may leave.
 
         Raises:
@@ -100,17 +100,17 @@ class SparseGradient:
             )
         return self.early
 
-    def leave(self, wire: Wire, said: Said) -> None:  # noqa: ARG002
+    def launch(self, reducer: Reducer, flags: BucketFlags) -> None:  # noqa: ARG002
         """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
         if self._sent is not None:
             return
         parameter = self._parameter()
         gradient = None if parameter is None else parameter.grad
         if parameter is not None and gradient is not None:
-            self.reach(parameter)
-        self._send(wire, gradient)
+            self.mark_ready(parameter)
+        self._send(reducer, gradient)
 
-    def _send(self, wire: Wire, gradient: torch.Tensor | None) -> None:
+    def _send(self, reducer: Reducer, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             indices = torch.empty((0, 1), dtype=torch.int64, device=self._device)
             values = torch.empty((0, *self._shape[1:]), dtype=self._type, device=self._device)
@@ -118,10 +118,10 @@ class SparseGradient:
             gradient = gradient.coalesce()
             indices, values = gradient.indices().t().contiguous(), gradient.values()
         rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))
-        size = wire.process_set.size()
-        self._sent = wire.gather(indices, rows), wire.gather(wire.carried(values).contiguous(), numbers), size
+        size = reducer.process_set.size()
+        self._sent = reducer.gather(indices, rows), reducer.gather(reducer.carried(values).contiguous(), numbers), size
 
-    def arrive(self) -> Said:
+    def finish(self) -> BucketFlags:
         """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
         rows, numbers, size = self._sent  # type: ignore[misc]
         parameter = self._parameter()
@@ -134,4 +134,4 @@ class SparseGradient:
                 indices.t(), values, parameter.shape, check_invariants=False
             ).coalesce()
         self._sent = None
-        return Said()
+        return BucketFlags()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from array_ranks import Meeting, Ranks
 
-from hvdkit.arrays import farewell, mpi
+from hvdkit.arrays import exit_watchdog, mpi
 from hvdkit.arrays.optimizer import Reduce
 from hvdkit.steps.collectives import end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
@@ -29,21 +29,21 @@ def comm(monkeypatch):
             return 2
 
         def Allreduce(self, source, target, op=None):  # noqa: N802
-            seen.append(dict(farewell._waits))
+            seen.append(dict(exit_watchdog._waits))
             target[...] = target if source is array_ranks.MPI.IN_PLACE else source
 
         def Iallreduce(self, source, target):  # noqa: N802
-            return SimpleNamespace(Test=lambda: False, Wait=lambda: seen.append(dict(farewell._waits)))
+            return SimpleNamespace(Test=lambda: False, Wait=lambda: seen.append(dict(exit_watchdog._waits)))
 
         def bcast(self, value, root=0):
-            seen.append(dict(farewell._waits))
+            seen.append(dict(exit_watchdog._waits))
             return value
 
         def allgather(self, value):
-            seen.append(dict(farewell._waits))
+            seen.append(dict(exit_watchdog._waits))
             return [value, value]
 
-    comm = farewell.Marked(Watched(Meeting(1), 0))
+    comm = exit_watchdog.Marked(Watched(Meeting(1), 0))
     comm.seen = seen
     return comm
 
@@ -57,12 +57,12 @@ def test_who_waits_for_other_ranks_is_marked_and_each_wait_is_another(comm, way)
     ways = {
         "start": lambda: reduce.start(values).wait(),
         "minimum": lambda: mpi.ranks(comm).minimum(np.zeros(2, np.int64), "name"),
-        "root": lambda: mpi.ranks(comm).on_root(lambda: busy.append(dict(farewell._waits))),
-        "together": lambda: mpi.ranks(comm).together(lambda: busy.append(dict(farewell._waits))),
+        "root": lambda: mpi.ranks(comm).on_root(lambda: busy.append(dict(exit_watchdog._waits))),
+        "together": lambda: mpi.ranks(comm).together(lambda: busy.append(dict(exit_watchdog._waits))),
     }
     for _ in range(2):
         ways.get(way, lambda: reduce(values))()
-        assert not farewell._waits
+        assert not exit_watchdog._waits
     assert busy in ([], [{}, {}])
     assert [list(seen) for seen in comm.seen] == [[threading.get_ident()]] * len(comm.seen)
     numbers = [number for seen in comm.seen for number in seen.values()]
@@ -72,7 +72,7 @@ def test_who_waits_for_other_ranks_is_marked_and_each_wait_is_another(comm, way)
 @pytest.mark.parametrize(("looks", "ends"), [([3, 3], True), ([3, 4], False), ([3, None], False)])
 def test_the_job_ends_only_when_one_wait_lasts_over_two_looks(monkeypatch, capsys, looks, ends):
     aborted = []
-    watch = farewell.Farewell.__new__(farewell.Farewell)
+    watch = exit_watchdog.ExitWatchdog.__new__(exit_watchdog.ExitWatchdog)
     watch._comm = SimpleNamespace(Get_rank=lambda: 0, Abort=aborted.append)
     watch._gone = lambda: 1
     marks = [{7: number} if number else {} for number in looks]
@@ -80,15 +80,15 @@ def test_the_job_ends_only_when_one_wait_lasts_over_two_looks(monkeypatch, capsy
     def look(seconds):
         if not marks:
             return True
-        farewell._waits.clear()
-        farewell._waits.update(marks.pop(0))
+        exit_watchdog._waits.clear()
+        exit_watchdog._waits.update(marks.pop(0))
         return False
 
     watch._ends = SimpleNamespace(wait=look)
     try:
         watch._listen()
     finally:
-        farewell._waits.clear()
+        exit_watchdog._waits.clear()
     assert aborted == [1] * ends
     assert ("rank 1 ended, and rank 0 waits for it" in capsys.readouterr().err) == ends
 
@@ -98,21 +98,21 @@ def test_a_mark_goes_when_the_wait_fails():
         raise ValueError
 
     with pytest.raises(ValueError):
-        farewell.waits(fail)()
-    assert not farewell._waits
+        exit_watchdog.waits(fail)()
+    assert not exit_watchdog._waits
 
 
 def test_no_call_of_hvdkit_that_waits_is_without_a_mark():
     """The calls of communicators are marked by name; a request's by who waits for it."""
-    sources = [path.read_text() for path in Path(farewell.__file__).parent.rglob("*.py")]
+    sources = [path.read_text() for path in Path(exit_watchdog.__file__).parent.rglob("*.py")]
     called = {name for text in sources for name in re.findall(r"comm\.([A-Za-z_]+)", text)}
     quick = {"Abort", "Get_rank", "Get_size", "Iallgather", "Iallreduce", "Ialltoall", "Ibarrier", "Iprobe", "Isend"}
-    assert called - quick == set(farewell._WAIT)
+    assert called - quick == set(exit_watchdog._WAIT)
     waited = [line.strip() for text in sources for line in text.splitlines() if ".Wait" in line]
     assert len(waited) > 2 and [line for line in waited if not re.search(r"waits\([\w.]*\.Wait\)\(\)", line)] == []
 
 
-def test_a_forked_process_says_no_farewell_and_ends_no_job(monkeypatch, capsys):
+def test_a_forked_process_takes_no_leave_and_ends_no_job(monkeypatch, capsys):
     called = []
 
     class Comm(Ranks):
@@ -125,9 +125,9 @@ def test_a_forked_process_says_no_farewell_and_ends_no_job(monkeypatch, capsys):
 
     comm = Comm(Meeting(1), 0)
     registered = []
-    monkeypatch.setattr(farewell.atexit, "register", registered.append)
+    monkeypatch.setattr(exit_watchdog.atexit, "register", registered.append)
     monkeypatch.setattr("sys.excepthook", lambda *error: None)
-    farewell.Farewell(comm, listens=False)
+    exit_watchdog.ExitWatchdog(comm, listens=False)
     end_the_job_with_the_process(comm)
 
     def end():

@@ -52,7 +52,7 @@ class Marked:
         return getattr(self._comm, name)
 
 
-class Farewell:
+class ExitWatchdog:
     """Watches over the end of this process and of the others; made on every rank, a collective.
 
     Args:

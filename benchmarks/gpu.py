@@ -274,7 +274,7 @@ def memory(kit: Kit) -> dict[str, Any]:
     asked = ["--model", f"{RANK}:wide", "--batch", "512", "--optimizer", "momentum", "-n", "1,2", "--json"]
     if kit.device == "cpu":  # which has no allocator that says what it held at most
         asked.append("--measure")
-    found = kit.hvdkit("memory", *asked)
+    found = kit.hvdkit("plan", "memory", *asked)
     predicted = found["need"]["peak"]
     measured = found["measured_peak"] if kit.device == "cpu" else kit.ranks(1, "memory")[0]["peak"]
     off = predicted / measured - 1
@@ -346,7 +346,7 @@ SECTIONS = [
     Section("bf16", "bfloat16: autocast, and a model of it", 45, lambda kit: trained(kit, "autocast-bf16", "bf16")),
     Section("timeline", "a timeline, and what costs the job most time", 60, timeline),
     Section("nccl-shared", "two ranks on one card over NCCL, as they come", 45, nccl_shared),
-    Section("memory", "hvdkit memory beside the allocator", 60, memory),
+    Section("memory", "hvdkit plan memory beside the allocator", 60, memory),
     Section("host-gloo", "two ranks on one card, through the host, over Gloo", 60, host_gloo),
     Section("emulate", "hvdkit emulate", 60, emulate, 0),
     Section("compile", "torch.compile", 90, lambda kit: trained(kit, "compile")),

@@ -220,7 +220,7 @@ class Loss:
 
 
 def wide() -> tuple[Any, torch.Tensor]:
-    """A larger model and an input, also for `hvdkit memory --model gpu_rank.py:wide`."""
+    """A larger model and an input, also for `hvdkit plan memory --model gpu_rank.py:wide`."""
     torch.manual_seed(0)
     layers = [nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 2048), nn.ReLU(), nn.Linear(2048, 10)]
     return nn.Sequential(*layers), torch.zeros(512, 1024)

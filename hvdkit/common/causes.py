@@ -73,7 +73,7 @@ class Cause:
         per_step: whether ``lost_s`` is of each step; else it is of the whole job.
         ranks: those that cause it; empty where it is all of them or none in particular.
         alone_s: what it saves to mend this one alone, where that is much less than ``lost_s``, its saving once the
-            causes before it are mended: a slow rank that a slower one hides.
+            causes before it are mended: a straggler that a slower one hides.
     """
 
     kind: str

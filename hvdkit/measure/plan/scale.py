@@ -17,7 +17,7 @@ from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, 
 from hvdkit.common.intervals import CONFIDENCE, Estimate
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, interval_text
+from hvdkit.common.units import bytes_text, interval_text, share_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
@@ -383,10 +383,10 @@ def _notes(
         )
     guessed = [str(row.ranks) for row in rows if row.step is not None and row.ranks > costs.measured(row.ranks)]
     if guessed:
-        low, value, high = (f"{100 * (share or 0.0):.2g}" for share in (GROWTH.low, GROWTH.value, GROWTH.high))
+        low, value, high = (share_text(share or 0.0) for share in (GROWTH.low, GROWTH.value, GROWTH.high))
         notes.append(
-            f"Not measured: {', '.join(guessed)} ranks. Steps are {value}% longer for each doubling of the ranks "
-            f"beyond the measured ones, from {low} to {high}%, as published trainings were (docs/plan.md)."
+            f"Not measured: {', '.join(guessed)} ranks. Steps are {value} longer for each doubling of the ranks "
+            f"beyond the measured ones, from {low} to {high}, as published trainings were (docs/plan.md)."
         )
     if delays.ranks == 0:
         notes.append("No delays were measured: stragglers count as 0.")

@@ -6,6 +6,7 @@ takes it up: of these two tools each sees half.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,25 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
     rows = (columns.begin >= begun[0]) & (columns.begin < ended[-1])
     step = float((ended - begun).mean())
     found, left = _gathered_and_numbers(columns, np.flatnonzero(rows), np.stack([begun, ready, last]), step, place.name)
-    return found + _named(columns, rows, left * moved, left * (last - ready - moved), step, place.name)
+    found += _named(columns, rows, left * moved, left * (last - ready - moved), step, place.name)
+    factor = _without_recording(steps, inside, ended - ready)
+    whole = float(np.median(steps[:, 2] - steps[:, 0])) / float(np.median(ended - begun))
+    return [replace(one, lost_s=factor * one.lost_s, share=factor * one.share / whole) for one in found]
+
+
+def _without_recording(steps: Floats, inside: NDArray[np.bool_], waited: Floats) -> float:
+    """How much longer or shorter the exchange is in steps that the timeline does not hold: writing it takes time, too.
+
+    Args:
+        steps: (steps, 3), as ``causes`` has them.
+        inside: which of them the timeline holds.
+        waited: of these, from the last rank's gradients to the end.
+    """
+    others = (steps[:, 2] - steps[:, 1])[~inside]
+    if len(others) < _LEAST_STEPS or not waited.mean() > 0:
+        return 1.0
+    usual = [np.minimum(seconds, np.quantile(seconds, 0.9)).mean() for seconds in (others, waited)]  # without stalls
+    return float(np.clip(usual[0] / usual[1], 0.1, 3.0))
 
 
 def _gathered_and_numbers(

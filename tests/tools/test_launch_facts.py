@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import LaunchError
-from hvdkit.run.launch import facts, machine, mpirun
+from hvdkit.run.launch import facts, mpirun
 from hvdkit.run.launch.model import Horovod
 from hvdkit.run.launch.options import Request
 
@@ -127,21 +127,21 @@ def test_a_horovod_built_by_hand_is_asked_whatever_its_framework(tmp_path, monke
     texts[framework] = BUILT.format(mpi=with_mpi)
     fake_horovod(tmp_path, **texts)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(machine, "horovod_directory", lambda: tmp_path / "horovod")
-    monkeypatch.setattr(machine, "read_record", lambda: None)
-    assert machine.installed_horovod(Path(sys.executable)) == Horovod(mpi=with_mpi, gloo=True)
+    monkeypatch.setattr(facts, "horovod_directory", lambda: tmp_path / "horovod")
+    monkeypatch.setattr(facts, "read_record", lambda: None)
+    assert facts.installed_horovod(Path(sys.executable)) == Horovod(mpi=with_mpi, gloo=True)
 
 
 def test_a_horovod_that_does_not_load_is_one_sentence_with_the_reason(tmp_path, monkeypatch):
     fake_horovod(tmp_path, "raise ImportError('undefined symbol')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(machine, "horovod_directory", lambda: tmp_path / "horovod")
-    monkeypatch.setattr(machine, "read_record", lambda: None)
+    monkeypatch.setattr(facts, "horovod_directory", lambda: tmp_path / "horovod")
+    monkeypatch.setattr(facts, "read_record", lambda: None)
     with pytest.raises(LaunchError, match=r"undefined symbol.*hvdkit doctor") as caught:
-        machine.installed_horovod(Path(sys.executable))
+        facts.installed_horovod(Path(sys.executable))
     assert "\n" not in str(caught.value)
 
 
 def test_no_horovod_is_no_error(monkeypatch):
-    monkeypatch.setattr(machine, "horovod_directory", lambda: None)
-    assert machine.installed_horovod(Path(sys.executable)) is None
+    monkeypatch.setattr(facts, "horovod_directory", lambda: None)
+    assert facts.installed_horovod(Path(sys.executable)) is None

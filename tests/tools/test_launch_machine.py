@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hvdkit.prepare.doctor.host import cpu_quota
-from hvdkit.run.launch.machine import physical_cores, usable_cores
+from hvdkit.run.launch.facts import physical_cores, usable_cores
 
 
 def test_hyperthreads_count_once(tmp_path):

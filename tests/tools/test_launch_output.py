@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from hvdkit.run.launch import output
-from hvdkit.run.launch.output import LineBuffer, TaggedOutput
+from hvdkit.run.launch import tracebacks
+from hvdkit.run.launch.shown import STDERR, JobOutput
+from hvdkit.run.launch.tracebacks import LineBuffer
 
 
 @pytest.fixture
@@ -22,13 +23,17 @@ def written():
     os.close(write_end)
 
 
-def tagged(fd, pieces, *, tag=True):
-    out = TaggedOutput(tag, give_up=lambda: False)
+def output(*, tagged=True, patient=True, unread=lambda: None):
+    return JobOutput("mpirun", tagged=tagged, verbose=False, give_up=lambda: not patient, on_unread=unread)
+
+
+def write(fd, pieces, **options):
+    out = output(**options)
     for source, data in pieces:
         if data is None:
-            out.close(source, fd)
+            out.end_of(source)
         else:
-            out.feed(source, fd, data)
+            out.show(source, fd, data)
 
 
 @pytest.mark.parametrize(
@@ -54,38 +59,40 @@ def tagged(fd, pieces, *, tag=True):
 def test_lines_of_ranks_do_not_mix(written, pieces, expected):
     fd, content = written
     os.write(fd, b"|")
-    tagged(fd, pieces)
+    write(fd, pieces)
     assert content() == b"|" + expected
 
 
 def test_without_tags_lines_stay_whole(written):
     fd, content = written
-    tagged(fd, [("0", b"on"), ("1", b"uno\n"), ("0", b"e\n")], tag=False)
+    write(fd, [("0", b"on"), ("1", b"uno\n"), ("0", b"e\n")], tagged=False)
     assert content() == b"uno\none\n"
 
 
 def test_an_endless_line_is_written_in_pieces(monkeypatch):
-    monkeypatch.setattr(output, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(tracebacks, "MAX_LINE_BYTES", 10)
     buffer = LineBuffer()
     assert buffer.feed(b"1234567") == []
     assert buffer.feed(b"89012") == [b"123456789012\n"]
     assert buffer.close() == []
 
 
-def test_a_message_of_the_program_begins_on_its_own_line(written):
-    fd, content = written
-    out = TaggedOutput(True, give_up=lambda: False)
-    out.feed("0", fd, b"10%\r")
-    out.say(fd, "the end")
-    assert content() == b"[0] 10%\r\nthe end\n"
+def test_a_message_of_the_program_begins_on_its_own_line(capfd):
+    out = output()
+    out.show("0", STDERR, b"10%\r")
+    out.say("the end")
+    assert capfd.readouterr().err == "[0] 10%\r\nhvdkit launch: the end\n"
 
 
-def test_a_reader_that_is_gone_and_one_that_takes_nothing():
-    read_end, write_end = os.pipe()
-    out = TaggedOutput(True, give_up=lambda: True)
-    with pytest.raises(BrokenPipeError):
-        out.feed("0", write_end, b"x" * (1 << 20) + b"\n")  # more than any pipe holds
-    os.close(read_end)
-    with pytest.raises(BrokenPipeError):
-        out.feed("1", write_end, b"x\n")
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_reader_that_is_gone_and_one_that_takes_nothing(closed):
+    told, (read_end, write_end) = [], os.pipe()
+    out = output(patient=False, unread=lambda: told.append(out.unread))
+    if closed:
+        os.close(read_end)
+    out.show("0", write_end, b"x" * (1 << 20) + b"\n")  # more than any pipe holds
+    out.show("1", write_end, b"x\n")
+    assert told == [True], "once"
     os.close(write_end)
+    if not closed:
+        os.close(read_end)

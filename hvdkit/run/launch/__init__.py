@@ -2,7 +2,7 @@
 
 ::
 
-    command, placement, facts ── (machine)            what is asked for, and what there is
+    command, placement, facts                         what is asked for, and what there is
        └── plan ── (mpirun, horovodrun, batch,    command line and environment, with a reason for each setting
              │      recordings)
              └── supervise ── (peer, reach,       one process that watches the job, in hvdkit launch

@@ -166,6 +166,7 @@ class LaunchPlan:
 
     Attributes:
         n: number of processes.
+        cores: cores of this machine that the job may use.
         launcher_name: a name of ``options.LAUNCHERS``.
         launcher: the launcher and its options.
         command: what each rank runs; ``launcher`` followed by ``command`` is the whole command line.
@@ -200,4 +201,5 @@ class LaunchPlan:
     hosts: tuple[Host, ...] = ()
     grace_s: float = GRACE_S
     elastic: bool = False
+    cores: int = 1
     beside_rank: tuple[str, ...] = BESIDE_RANK

@@ -280,6 +280,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         words += passed_on.words
     return LaunchPlan(
         n=request.n,
+        cores=facts.cores,
         launcher_name=name,
         launcher=(str(line.program), *words),
         command=command.words,

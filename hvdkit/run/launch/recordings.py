@@ -17,7 +17,6 @@ from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.machine import usable_cores
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Setting
 from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.rank import STACKS_DIRECTORY
@@ -189,7 +188,7 @@ def _begin_explained(directory: Path, job: LaunchPlan) -> None:
     launched = JobLaunch(
         job.n,
         job.launcher_name,
-        usable_cores(),
+        job.cores,
         ranks_on_a_host,
         int(threads) if threads.isdigit() and int(threads) else None,
         {name: value for name, value in sorted(job.environment.items()) if name.startswith("HOROVOD_")},

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.run.launch.output import LineBuffer
+from hvdkit.run.launch.tracebacks import LineBuffer
 
 DUMP_S = 1.5
 """Seconds that the ranks have to hand in their stacks."""

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> Any:
     from horovod.runner.http import http_server
     from horovod.runner.util import network
 
-    from hvdkit.run.launch.machine import recorded_horovod
+    from hvdkit.run.launch.facts import recorded_horovod
 
     token, listen_on = rendezvous.new_token(), ""
     variables: dict[str, Any] = {}

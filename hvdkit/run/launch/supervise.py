@@ -26,7 +26,7 @@ from typing import IO, cast
 
 from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
-from hvdkit.run.launch.machine import why_no_rank_starts
+from hvdkit.run.launch.facts import why_no_rank_starts
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.mpirun import SESSIONS
 from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early

@@ -6,8 +6,6 @@ import re
 import time
 from collections.abc import Mapping
 
-from hvdkit.run.launch.output import LineBuffer
-
 HOLD_S = 4.0
 """Seconds that a traceback is held back to see whether the rank ends by it; one that goes on is shown then.
 
@@ -19,6 +17,9 @@ REPEAT_S = 15.0
 
 LOST_PEER = (b"HorovodInternalError", b"Horovod has been shut down. This was caused by")
 """Words of Horovod's own in a rank whose peer is gone; a program may quote them."""
+
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is passed on in pieces, so that output without line ends cannot fill the memory."""
 
 _STDERR = 2
 
@@ -34,6 +35,36 @@ _RAISED_FROM = re.compile(
 )
 _CRASH = b"Fatal Python error:"  # of faulthandler, at a segmentation fault
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?::|\s*$)")
+
+
+class LineBuffer:
+    """Cuts one stream into lines. Bytes stay bytes: what a rank writes need not be text."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        r"""The lines that ``data`` completes, each with its end.
+
+        ``\r`` ends a line, as progress bars write it. When ``\n`` follows only later, it comes as a line of its own.
+        """
+        lines = []
+        for piece in data.splitlines(keepends=True):
+            self._pending += piece
+            if piece.endswith((b"\n", b"\r")):
+                lines.append(self._take())
+            elif len(self._pending) >= MAX_LINE_BYTES:
+                lines.append(self._take() + b"\n")
+        return lines
+
+    def close(self) -> list[bytes]:
+        """The last line when it has no end, given the end that it lacks."""
+        return [self._take() + b"\n"] if self._pending else []
+
+    def _take(self) -> bytes:
+        line = bytes(self._pending)
+        self._pending.clear()
+        return line
 
 
 class ErrorStream:

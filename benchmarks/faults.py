@@ -560,6 +560,12 @@ class Campaign:
                 environment = {**environment, "PATH": f"{self.hosts.bin}{os.pathsep}{environment['PATH']}"}
                 options = ["--hosts", ",".join(f"{name}:1" for name in self.hosts.names[:2])]
                 options += [word for limit in LIMITS[fault.launcher].items() for word in ("--env", "=".join(limit))]
+                options += [
+                    "--env",
+                    "FAULTS_EVENTS",
+                    "--env",
+                    "FAULTS_MARK",
+                ]  # mpirun hands few variables to other hosts
             if label == "job" and fault.kind:
                 kind = KINDS[fault.kind]
                 environment = {**environment, **kind.variables}

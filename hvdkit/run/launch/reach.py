@@ -47,6 +47,13 @@ class Reach:
         """Whether ``suspect`` was called."""
         return self._suspected is not None
 
+    @property
+    def confirmed(self) -> bool | None:
+        """Whether a host that had answered was silent when it was suspected; None while that is not known."""
+        if self._suspected is None or not self._suspected.done():
+            return None
+        return self._suspected.result().keys() < self._answered.result().keys()
+
     def lost(self) -> str | None:
         """A sentence that names the hosts that answered when the job began and no longer do, None without any."""
         answered = self._answered.result()

@@ -54,6 +54,8 @@ STRANGER_S = 60.0
 """Seconds that who connects has to show that it is a rank of this job."""
 PATIENCE_S = 15.0
 """Seconds without a rank after which hosts that do not answer are named; ssh itself gives up after two minutes."""
+LOOK_S = 1.0
+"""Seconds between two looks whether a host that was asked has answered, and from STOP to KILL where one has not."""
 _SAID_BYTES = 1 << 16
 """The end of what the launcher writes, in which a host that it lost is looked for."""
 _FILES = 100
@@ -262,7 +264,7 @@ class _Job:
         if peer.errors.holding and not was_holding:
             self._after(HOLD_S, self._release, peer)
         if self._plan.hosts and not self._reach.suspected and peer.errors.knock_on:
-            self._reach.suspect()
+            self._suspect()
         if peer.reports is not None and peer.reports.feed(data):
             self._after(_REPORT_S, self._end_if_stalled)
 
@@ -322,8 +324,8 @@ class _Job:
                 self._selector.unregister(self._report_fd)
             return False
         self._said = (self._said + data)[-_SAID_BYTES:]
-        if any(words in self._said for words in LOST_DAEMON):
-            self._reach.suspect()
+        if not self._reach.suspected and any(words in self._said for words in LOST_DAEMON):
+            self._suspect()
         self._shown.held += data
         self._after(0.0 if self._plan.elastic else SETTLE_S, self._release_report)
         return True
@@ -359,6 +361,20 @@ class _Job:
         if ranks := self._unhandled.pop(number):
             why = "no handler for it, or not yet"
             self._shown.say(f"{signal_name(number)} was not passed on to {name_ranks(sorted(ranks))}: {why}.")
+
+    def _suspect(self) -> None:
+        """Ask the hosts whether they answer, since a rank has lost another."""
+        self._reach.suspect()
+        self._after(LOOK_S, self._end_if_a_host_is_lost)
+
+    def _end_if_a_host_is_lost(self) -> None:
+        """End the job as soon as a host is known to be silent: the ranks there will say nothing more."""
+        if self._phase is JobPhase.STOPPING or self._plan.elastic:
+            return
+        if self._reach.confirmed:
+            self._stop(kill_after_s=LOOK_S)
+        elif self._reach.confirmed is None:
+            self._after(LOOK_S, self._end_if_a_host_is_lost)
 
     def _look_for_silent(self, asked: Future[str | None] | None = None) -> None:
         """Name the hosts that do not answer, where no rank has come for a while."""

@@ -14,7 +14,7 @@ from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ScalingSummary
 from hvdkit.run.launch import facts
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.trials.jobs import Launch, TrialJob
+from hvdkit.run.trials import Launch, TrialJob
 from hvdkit.steps.step_times import VARIABLE
 
 

@@ -13,7 +13,7 @@ from hvdkit.measure.emulate.analysis import EmulateSummary
 from hvdkit.measure.emulate.rank_files import Writer
 from hvdkit.run.launch import facts
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.trials.jobs import Launch, TrialJob
+from hvdkit.run.trials import Launch, TrialJob
 
 LIST = "803840,131584,33024,2600"
 

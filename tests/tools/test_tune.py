@@ -20,8 +20,7 @@ from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch import facts, tuned
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.run.launch.tuned import MIB, Tuned
-from hvdkit.run.trials.here import DEFAULT, Space, label, launch_words, thread_choices
-from hvdkit.run.trials.jobs import Launch, TrialJob
+from hvdkit.run.trials import DEFAULT, Launch, Space, TrialJob, label, launch_words, thread_choices
 from hvdkit.run.tune import report
 from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search, each_of, speedup
 

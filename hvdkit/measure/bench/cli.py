@@ -31,9 +31,9 @@ from hvdkit.measure.bench.analysis import analyse
 from hvdkit.measure.bench.jobs import Jobs, go
 from hvdkit.measure.bench.show import draw, page
 from hvdkit.measure.bench.subject import ScalingAsked, describe
+from hvdkit.run import trials
 from hvdkit.run.launch import options
-from hvdkit.run.trials import here
-from hvdkit.run.trials.jobs import ToldToEnd, ended_by_signals
+from hvdkit.run.trials import ToldToEnd, ended_by_signals
 from hvdkit.steps import launchers
 from hvdkit.synthetic import benchmark
 
@@ -129,9 +129,9 @@ def scaling(
       hvdkit bench scaling -n 1,2 --weak -o r.json -- hvdkit bench synthetic --model mlp
     """
     require_scipy(_NEEDS_SCIPY)
-    wish = here.Wish(1, command, **where)
+    wish = trials.Wish(1, command, **where)
     asked = ScalingAsked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
-    subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
+    subject = describe(asked, [trials.look(_at(wish, n)) for n in ranks])
     found = results.resume(output, subject)
     jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
 
@@ -156,7 +156,7 @@ def scaling(
     return 1 if any(row.seconds is None for row in analysis.rows) else 0
 
 
-def _at(wish: here.Wish, ranks: int) -> here.Wish:
+def _at(wish: trials.Wish, ranks: int) -> trials.Wish:
     """What is passed on to ``hvdkit launch`` on so many ranks; a host cannot have more ranks than there are."""
     return replace(wish, n=ranks, ppn=None if wish.ppn is None else min(wish.ppn, ranks))
 

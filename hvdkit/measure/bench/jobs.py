@@ -15,8 +15,7 @@ from hvdkit.errors import DataError, LaunchError
 from hvdkit.measure.bench.measurement import JobSteps, measure
 from hvdkit.measure.bench.results import MeasuredJob, ScalingResults, measurable
 from hvdkit.measure.bench.subject import ScalingAsked
-from hvdkit.run.trials.here import DEFAULT
-from hvdkit.run.trials.jobs import Launch, TrialJob
+from hvdkit.run.trials import DEFAULT, Launch, TrialJob
 from hvdkit.steps import step_files, step_times
 
 Run = Callable[[int], tuple[TrialJob, JobSteps | None]]

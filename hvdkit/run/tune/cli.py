@@ -16,11 +16,10 @@ from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, seconds_above_0, with_options
 from hvdkit.common.extras import require_scipy
 from hvdkit.errors import HvdkitError
+from hvdkit.run import trials
 from hvdkit.run.launch import options
 from hvdkit.run.launch.tuned import MIB, Tuned
-from hvdkit.run.trials import here
-from hvdkit.run.trials.here import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
-from hvdkit.run.trials.jobs import Launch, ToldToEnd, ended_by_signals
+from hvdkit.run.trials import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Launch, Space, ToldToEnd, ended_by_signals, label
 from hvdkit.run.tune import report
 from hvdkit.run.tune.search import Effort, Search, SearchWatcher
 
@@ -179,8 +178,8 @@ def tune(
       hvdkit tune -n 4 --launcher mpirun --threads 1,2,4 --fusion-thresholds-mb '' --budget 600 -- python train.py
     """
     require_scipy("hvdkit tune computes confidence intervals")
-    wish = here.Wish(n, command, **where)
-    found = here.look(wish)
+    wish = trials.Wish(n, command, **where)
+    found = trials.look(wish)
     rng = np.random.default_rng(seed)
     fusion = tuple(round(size * MIB) for size in fusion_thresholds_mb)
     space = Space(found.launchers(), found.threads() if threads is None else threads, cycle_times_ms, fusion)
@@ -196,7 +195,7 @@ def tune(
     else:
         click.echo(report.text(search, subject, interrupted=status != 0))
     if output is not None and status == 0:
-        _save(output, search, subject, wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None)
+        _save(output, search, subject, wish.launcher if wish.launcher in trials.WITH_A_CONTROLLER else None)
     return status
 
 

@@ -13,7 +13,7 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
 from hvdkit.run.launch import tuned
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.here import DEFAULT, label
+from hvdkit.run.trials import DEFAULT, label
 from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search, Speedup
 
 

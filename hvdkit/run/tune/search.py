@@ -20,8 +20,7 @@ import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.here import DEFAULT, label
-from hvdkit.run.trials.jobs import Run, TrialJob
+from hvdkit.run.trials import DEFAULT, Run, TrialJob, label
 
 CLOSING_LINE = "closing line"
 WALL_TIME = "wall time"

@@ -1,1 +1,0 @@
-"""Short jobs that are run to be timed: what ``tune``, ``bench`` and ``emulate`` share."""

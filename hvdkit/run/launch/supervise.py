@@ -512,7 +512,9 @@ class _Job:
             self._shown.launcher_at_end()
             self._shown.say(lost)
             own = first_failure(ends)  # the launcher may have killed what was beside the others
-            return (own.exit_status if own else as_shell) or 1
+            if own is not None:
+                return own.exit_status
+            return 1 if self._phase is JobPhase.STOPPING else as_shell or 1
         if early is not None:
             waits = next((peer.rank for peer in self._ranks if peer.in_init), None)
             missed = "before the others were done"

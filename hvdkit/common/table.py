@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 import rich.table
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WIDE = 200
 """Columns of what is not printed to a terminal, where COLUMNS does not say: a file or a pipe is as wide as a table."""
+T = TypeVar("T")
 _GAP = 2
 _NARROW = 8
 """Columns that the first column of a table has in any case."""
@@ -51,6 +52,28 @@ class Table:
     rows: Sequence[Sequence[object]]
     left: Collection[str] = ()
     note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        things: Sequence[T],
+        cells: Mapping[str, Callable[[T], object]],
+        left: Collection[str] = (),
+        title: str = "",
+        note: str = "",
+    ) -> Table:
+        """A row for each thing and a column for each cell; columns without any cell are left out.
+
+        Args:
+            things: what the rows are about.
+            cells: heading to what a column says of a thing; None for what is not known.
+            left, title, note: as in ``Table``.
+        """
+        columns = {name: [cell(thing) for thing in things] for name, cell in cells.items()}
+        if things:
+            columns = {name: column for name, column in columns.items() if any(cell is not None for cell in column)}
+        rows = list(zip(*columns.values(), strict=True))
+        return cls(title, list(columns), rows, left or list(columns)[:1], note)
 
     def words(self) -> list[list[str]]:
         """The rows as text that neither a terminal nor a browser obeys."""

@@ -146,13 +146,10 @@ def test_what_is_no_trace(tmp_path, files, content):
     refused(DataError, "bad.json", files[0], bad, files[2])
 
 
-@pytest.mark.parametrize("odd", [3, [], "x", {"pid": {}, "ts": []}], ids=str)
-def test_an_event_that_is_none(tmp_path, files, odd):
-    strange = trace(tmp_path / "odd.json", odd, slice_event(0, 15))
-    if isinstance(odd, dict):
-        assert merge(files[0], strange, files[2]).computation > 0
-    else:
-        refused(CorruptDataError, "odd.json", files[0], strange, files[2])
+@pytest.mark.parametrize("odd", [3, [], "x", {"pid": {}, "ts": []}, {"pid": 41, "name": 7}], ids=str)
+def test_an_event_that_is_none_stays_as_it_is(tmp_path, files, odd):
+    assert merge(files[0], trace(tmp_path / "odd.json", odd, slice_event(0, 15)), files[2]).computation > 0
+    assert json.loads(files[2].read_text())["traceEvents"][0] == odd
 
 
 def test_files_that_are_missing_and_offsets_that_cannot_be(tmp_path, files):

@@ -8,9 +8,7 @@ import pytest
 from trace_files import MS, allocation, data, event, kernel, step, text, write
 
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.read.trace import events
-from hvdkit.read.trace.columns import collect, rank_of
-from hvdkit.read.trace.events import TraceFile
+from hvdkit.read.trace.reader import TraceFile, collect, rank_of
 
 EVENTS = [
     step(3, 0, 50),
@@ -56,22 +54,6 @@ def test_compressed_bare_and_without_what_stands_behind(plain, tmp_path):
     same(collect(compact), expected)
 
 
-@pytest.mark.parametrize("piece", [7, 64, 1000])
-def test_the_size_of_the_pieces_does_not_matter(plain, piece, monkeypatch):
-    expected = collect(plain)
-    monkeypatch.setattr(events, "PIECE", piece)
-    same(collect(plain), expected)
-
-
-def test_memory_does_not_hold_the_text(tmp_path, monkeypatch):
-    """Each piece is decoded and forgotten: what is kept of the text is at most a piece and an event."""
-    path = write(tmp_path / "many.json", *(event(f"aten::op{n % 5}", n, 0.5, comment="x" * 200) for n in range(2000)))
-    monkeypatch.setattr(events, "PIECE", 4096)
-    sizes = [len(piece) for piece in TraceFile(path)]
-    assert sum(sizes) == 2000 and max(sizes) < 100
-    assert len(collect(path).start) == 2000
-
-
 def test_whole_microseconds_fractions_and_text_are_the_same_time(tmp_path):
     whole = {**event("a", 0, 0), "ts": 12, "dur": 3}
     fraction = {**whole, "name": "b", "ts": 12.0, "dur": 3.0}
@@ -115,9 +97,8 @@ def test_what_is_in_the_file_twice_counts_once(tmp_path):
     ],
 )
 def test_the_rank_is_that_of_the_file_or_of_its_name(tmp_path, name, distributed, expected):
-    file = TraceFile(tmp_path / name)
-    file.distributed = None if distributed is None else events.Distributed(**distributed)
-    assert rank_of(file) == expected
+    entries = {} if distributed is None else {"distributedInfo": json.dumps(distributed).encode()}
+    assert rank_of(TraceFile(tmp_path / name, entries, [])) == expected
 
 
 def test_distributed_info_before_and_behind_the_events(tmp_path):

@@ -25,9 +25,8 @@ from hvdkit.read.timeline.measures import covered, union
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read as read_timeline
 from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
-from hvdkit.read.trace.columns import collect as collect_trace
-from hvdkit.read.trace.operators import nest
-from hvdkit.read.trace.summary import files_of, one_rank, self_times_by_step
+from hvdkit.read.trace.reader import collect as collect_trace
+from hvdkit.read.trace.summary import files_of, nest, one_rank, self_times_by_step
 from hvdkit.steps import step_files
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ from hvdkit.common.commands import group_of, print_any_name
 SUBCOMMANDS = {
     "summary": ("hvdkit.read.timeline.commands:summary", "Where the time went, in numbers, and what to try."),
     "report": ("hvdkit.read.timeline.commands:report", "Write one HTML page, to zoom into."),
-    "merge": ("hvdkit.read.trace.commands:merge", "Merge it with a trace of torch.profiler."),
+    "merge": ("hvdkit.read.trace.cli:merge", "Merge it with a trace of torch.profiler."),
 }
 
 _MOVED = {

@@ -11,9 +11,9 @@ operators, kernels, data loading, and the communication of any library.
     for rank in found.ranks:
         print(rank.rank, rank.times.exposed, rank.times.data)
 
-What each module is for: ``events`` the file as a stream of events, ``columns`` those that count, as arrays, and what
-each is (computation, communication, data), ``operators`` calls inside calls, ``summary`` arrays to numbers, ``results``
-these, ``merging`` a trace and a timeline on one axis, ``commands`` the commands.
+What each module is for: ``reader`` the file to those events that count, as arrays, and what each is (computation,
+communication, data), ``summary`` arrays to numbers, ``results`` these, ``causes`` numbers to what costs time,
+``merging`` a trace and a timeline on one axis, ``cli`` the commands.
 """
 
 from hvdkit.read.trace.results import Operator, RankTrace, TraceSummary, TraceTimes

@@ -1,13 +1,24 @@
-"""The command ``hvdkit trace``: a table of subcommands, each imported when it is used."""
+"""The command ``hvdkit trace``, and what it and ``hvdkit timeline merge`` print."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
 import click
 
-from hvdkit.common.commands import group_of, print_any_name
+from hvdkit.common.causes import verdict
+from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import bytes_text, count_text, printable, share_text, shortened
+from hvdkit.read.trace.causes import otherwise
+from hvdkit.read.trace.merging import merge as merge_files
+from hvdkit.read.trace.results import DeviceMemory, Operator, RankTrace, TraceSkew, TraceSummary
+from hvdkit.read.trace.summary import summarize
 
 SUBCOMMANDS = {
-    "summary": ("hvdkit.read.trace.commands:summary", "Operators, communication, data loading, memory, rank by rank."),
+    "summary": ("hvdkit.read.trace.cli:summary", "Operators, communication, data loading, memory, rank by rank."),
 }
 
 
@@ -24,3 +35,191 @@ def trace() -> None:
     Each subcommand has its own --help with an example.
     """
     print_any_name()
+
+
+@click.command()
+@click.argument("traces", nargs=-1, required=True, type=PATH, metavar="TRACE...")
+@click.option("--top", type=AT_LEAST_0, default=15, metavar="N", help="Operators to list.")
+@click.option("--json", "form", flag_value="json", help="Print one JSON object, with all operators; times in seconds.")
+def summary(traces: tuple[Path, ...], top: int, form: str | None) -> int:
+    """Say what the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
+
+    A TRACE is a file, or a directory with one file for each rank. Computation is what GPU kernels do, or, without
+    GPUs, the operators of the thread that trains; exposed is what no computation hides. A file that
+    `hvdkit timeline merge` wrote has Horovod's exchanges in it, and they count.
+
+    \b
+    Examples:
+      hvdkit trace summary profile
+      hvdkit trace summary trace-0-of-2.json.gz trace-1-of-2.json.gz --json > summary.json
+
+    Exit status: 0 success, 1 a file is no whole trace, 2 for bad usage, such as a file that is missing.
+    """
+    found = summarize(traces)
+    summary_page(found, top).print(form, found)
+    return 0
+
+
+@click.command()
+@click.argument("timeline", type=PATH)
+@click.argument("trace", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
+@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE.")
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
+def merge(timeline: Path, trace: Path, output: Path, offset_us: float, form: str | None) -> int:
+    """Merge a timeline and a trace of torch.profiler on one time axis, and show how much communication is exposed.
+
+    TRACE is what export_chrome_trace wrote on rank 0 in the same run. Exposed is the time in which a collective ran and
+    nothing was computed: neither a GPU kernel nor, without GPUs, an operator of the training thread.
+
+    \b
+    Example:
+      hvdkit timeline merge timeline.json trace.json -o merged.json
+
+    Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
+    """
+    overlap = merge_files(timeline, trace, output, offset_us=offset_us)
+    rows = [
+        (name, f"{value:.3f}", share_text(value / overlap.window))
+        for name, value in (
+            ("communication", overlap.communication),
+            ("computation", overlap.computation),
+            ("both at once", overlap.overlapped),
+            ("exposed communication", overlap.exposed),
+            ("neither", overlap.neither),
+        )
+    ]
+    said = f"{output}: {overlap.operations} operations in {overlap.window:.3f} ms of both files"
+    table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
+    Page([said, table]).print(form, overlap)
+    return 0
+
+
+_NAME_WIDTH = 40
+_TIMES = {
+    "computation": "computation",
+    "communication": "communication",
+    "waiting": "  waiting for other ranks",
+    "overlapped": "  hidden by computation",
+    "exposed": "  exposed",
+    "data": "data loading",
+    "exposed_data": "  exposed",
+    "copies": "GPU copies",
+    "other": "other",
+}
+"""Rows of the table of times: fields of ``TraceTimes``, and the wait for other ranks."""
+
+
+def summary_page(summary: TraceSummary, top: int) -> Page:
+    """What is said of a summary.
+
+    Args:
+        summary: of one trace or several.
+        top: how many operators.
+    """
+    ranks = summary.ranks
+    found: list[Table | str] = [*verdict(summary.causes, otherwise(summary)), "", *map(_headline, ranks)]
+    found.append(_times(ranks, summary.skew))
+    found.append(f"computation: {'; '.join(dict.fromkeys(rank.computed_by for rank in ranks))}")
+    found += [f"note: {note}" for note in dict.fromkeys(note for rank in ranks for note in rank.notes)]
+    if memory := [(rank.rank, one) for rank in ranks for one in rank.memory]:
+        cells: dict[str, Callable[[tuple[int | None, DeviceMemory]], object]] = {
+            "memory": lambda row: row[1].device,
+            "rank": lambda row: "?" if row[0] is None else row[0],
+            "peak": lambda row: bytes_text(row[1].peak),
+            "growth": lambda row: _signed_bytes(row[1].growth),
+            "allocated in all": lambda row: bytes_text(row[1].allocated),
+        }
+        found.append(Table.of(memory, cells))
+    skew = f"not known ({summary.skew_note})" if summary.skew is None else _skew(summary.skew)
+    found.append(f"skew between ranks: {skew}")
+    return Page([*found, *([_operators(ranks, top)] if top else [])])
+
+
+def _headline(rank: RankTrace) -> str:
+    """Whose trace it is, its steps, and what is odd in it."""
+    who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
+    numbers = " to ".join(dict.fromkeys(str(step.number) for step in (*rank.steps[:1], *rank.steps[-1:])))
+    steps = f"{count_text(len(rank.steps), 'step')} ({numbers})" if rank.steps else "no steps"
+    odd = [f"{count_text(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
+    odd += [f"{count_text(rank.repeated, 'repeated event')}, counted once"] if rank.repeated else []
+    extra = f"; {', '.join(odd)}" if odd else ""
+    return f"{who}: {steps}, {count_text(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
+
+
+def label(rank: RankTrace) -> str:
+    """ "rank 3", or the name of the file."""
+    return printable(Path(rank.path).name) if rank.rank is None else f"rank {rank.rank}"
+
+
+def _times(ranks: Sequence[RankTrace], skew: TraceSkew | None) -> Table:
+    """A row for each kind of time, a column for each rank, milliseconds and share."""
+    stepped = all(rank.steps for rank in ranks)
+    counts = [len(rank.steps) if stepped else 1 for rank in ranks]
+    windows = [f"{rank.times.window / count:.3f}" for rank, count in zip(ranks, counts, strict=True)]
+    rows = [["step" if stepped else "whole trace", *windows]]
+    waits: dict[int | None, float] = {} if skew is None else {one.rank: one.waiting for one in skew.ranks}
+    for name, title in _TIMES.items():
+        if name == "waiting":
+            values = [waits.get(rank.rank, 0.0) * count for rank, count in zip(ranks, counts, strict=True)]
+        else:
+            values = [float(getattr(rank.times, name)) for rank in ranks]
+        if (name == "waiting" and not waits) or (name == "copies" and not any(values)):
+            continue
+        cells = [
+            f"{value / count:.3f} {share_text(value / (rank.times.window or 1)):>5}"
+            for rank, value, count in zip(ranks, values, counts, strict=True)
+        ]
+        rows.append([f"{title} or waiting" if name == "communication" and not waits else title, *cells])
+    heading = "ms per step" if stepped else "ms"
+    return Table("", [heading, *map(label, ranks)], rows, left=[heading])
+
+
+def _signed_bytes(size: float) -> str:
+    return ("-" if size < 0 else "") + bytes_text(abs(size))
+
+
+def _skew(skew: TraceSkew) -> str:
+    ranks = ", ".join(
+        f"rank {rank.rank}: last in {rank.last}, {rank.late:.3f} ms late on average, {rank.computation:.3f} ms "
+        "of computation a step"
+        for rank in skew.ranks
+    )
+    return (
+        f"in {skew.collectives} collectives the last rank came {skew.median:.3f} ms after the first (median; largest "
+        f"{skew.largest:.3f} ms); {ranks}"
+    )
+
+
+def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
+    """Means over the ranks, 0 where one has no such call; the spread where there are several."""
+    calls: dict[tuple[str, str], list[Operator]] = {}
+    for one in (one for rank in ranks for one in rank.operators):
+        calls.setdefault((one.name, one.kind), []).append(one)
+
+    def values(row: Sequence[Operator], *fields: str) -> list[float]:
+        """Of each rank the sum of the fields."""
+        found = [sum(float(getattr(one, field)) for field in fields) for one in row]
+        return found + [0.0] * (len(ranks) - len(row))
+
+    def spread(row: Sequence[Operator]) -> str | None:
+        own = values(row, "self_ms")
+        return f"{min(own):.3f} to {max(own):.3f}" if len(own) > 1 else None
+
+    def mean(field: str) -> Callable[[Sequence[Operator]], str]:
+        return lambda row: f"{fmean(values(row, field)):.3f}"
+
+    order = sorted(calls, key=lambda key: (-max(values(calls[key], "gpu_self_ms", "self_ms")), key))
+    cells: dict[str, Callable[[Sequence[Operator]], object]] = {
+        f"operator ({min(top, len(order))} of {len(order)})": lambda row: shortened(row[0].name, _NAME_WIDTH),
+        "kind": lambda row: row[0].kind,
+        "calls": lambda row: f"{fmean(values(row, 'calls')):.4g}",
+        "self ms": mean("self_ms"),
+        "self ms of ranks": spread,
+        "total ms": mean("total_ms"),
+    }
+    if any(one.gpu_total_ms for row in calls.values() for one in row):
+        cells |= {"GPU self ms": mean("gpu_self_ms"), "GPU total ms": mean("gpu_total_ms")}
+    if any(rank.memory for rank in ranks):
+        cells["memory"] = lambda row: _signed_bytes(fmean(values(row, "bytes")))
+    return Table.of([calls[key] for key in order[:top]], cells)

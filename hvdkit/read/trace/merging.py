@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,47 +15,17 @@ from hvdkit.common import files
 from hvdkit.common.json_files import Document
 from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
 from hvdkit.read.timeline import columns as timelines
-from hvdkit.read.timeline.measures import Floats, Intervals, common, inside, joined, length, union
-from hvdkit.read.timeline.model import CycleMark, Operation
+from hvdkit.read.timeline.measures import Floats, common, inside, joined, length, union
+from hvdkit.read.timeline.model import CycleMark
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.trace.columns import Source, TraceColumns, collect
+from hvdkit.read.trace.reader import Source, TraceFile, collect
+from hvdkit.read.trace.reader import read as read_trace
 from hvdkit.read.trace.summary import Sets
 
 LONGEST_OFFSET = 10**12
 """Microseconds (eleven days) past which an offset is no correction of a clock."""
 EARLIEST_EPOCH = 10**15
 """Microseconds since 1970 (September 2001) below which a time was not counted from 1970."""
-_MOST_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class TorchProfile:
-    """A trace of torch.profiler; nothing of it is lost.
-
-    Attributes:
-        path: the file.
-        base: nanoseconds since 1970 from which its times count; 0 where they count from 1970.
-        entries: the other entries of the file's JSON object, as text.
-        events: its events, as text.
-        since, until: microseconds after ``base`` of its first and its last operation.
-        computing: when something was computed, in microseconds after ``base``.
-        computed_by: what that was, in words.
-        largest_pid: of its processes.
-    """
-
-    path: Path
-    base: int
-    entries: dict[str, msgspec.Raw]
-    events: list[msgspec.Raw]
-    since: float
-    until: float
-    computing: Intervals
-    computed_by: str
-    largest_pid: int
-
-
-class _Process(msgspec.Struct, gc=False):
-    pid: Any = None
 
 
 class Overlap(Document, frozen=True):
@@ -106,121 +75,72 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
     """
     if not abs(offset_us) <= LONGEST_OFFSET:
         raise InvalidArgumentError(f"the offset must be microseconds, at most {LONGEST_OFFSET:g}, got {offset_us:g}.")
-    recording, profile = read(timeline), read_profile(Path(trace))
-    columns = timelines.collect(recording)
-    if not len(columns.tensor):
-        raise DataError(f"no complete operation in {str(timeline)!r}; record both files in the same run.")
-    shift = _shift(recording, profile) - offset_us
-    first, last = float(columns.begin.min()) + shift, float(columns.end.max()) + shift
-    _require_common_time(recording, profile, first, last)
-    overlap = _overlap(columns.exchange + shift, profile, max(first, profile.since), min(last, profile.until))
-    with files.replacing(Path(output), recording.path, profile.path) as file:
-        for text in _texts(recording, profile, shift):
-            file.write(text)
-    return overlap
-
-
-def read_profile(path: Path) -> TorchProfile:
-    """A trace that ``torch.profiler.profile.export_chrome_trace`` wrote, as it is or compressed with gzip.
-
-    The whole file is held in memory, about twice its size.
-
-    Args:
-        path: of the trace, of the process whose rank wrote the timeline (0).
-    Raises:
-        DataNotFoundError, CorruptDataError: as ``columns.collect``; or no operator and no kernel is in it.
-        DataError: it cannot be read, or its clock has no known start, so that it cannot be aligned.
-    Source: Kineto's output (torch 2.13): ts and dur in microseconds, baseTimeNanoseconds since 1970; before it had a
-        base, ts counted from 1970.
-    """
-    columns = collect(path)
-    if not np.isin(columns.source, (Source.CPU_OPERATOR, Source.KERNEL)).any():
+    recording, file = read(timeline), read_trace(trace)
+    profile, operations = collect(file), timelines.collect(recording)
+    if not np.isin(profile.source, (Source.CPU_OPERATOR, Source.KERNEL)).any():
         raise CorruptDataError(
-            f"no operator and no kernel in {str(path)!r}; expected a trace that torch.profiler recorded with "
+            f"no operator and no kernel in {str(trace)!r}; expected a trace that torch.profiler recorded with "
             "ProfilerActivity.CPU and exported with export_chrome_trace."
         )
-    try:
-        content = files.content(path, most=_MOST_BYTES, unzip=True)
-    except OSError as error:
-        raise DataError(f"cannot read the trace {str(path)!r} ({error}); give the path of a readable file.") from error
-    try:
-        entries = {"traceEvents": msgspec.Raw(content)}
-        if content.lstrip()[:1] != b"[":
-            entries = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        events = entries.pop("traceEvents")
-        texts = msgspec.json.decode(events, type=list[msgspec.Raw])
-        pids = [one.pid for one in msgspec.json.decode(events, type=list[_Process])]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptDataError(
-            f"{str(path)!r} is not a trace of torch.profiler ({error}); expected the JSON that export_chrome_trace "
-            "writes."
-        ) from error
-    recorded = columns.source != Source.HOROVOD
-    sets = Sets(columns)
-    return TorchProfile(
-        path=path,
-        base=_base(entries, columns),
-        entries=entries,
-        events=texts,
-        since=float(columns.start[recorded].min()),
-        until=float(columns.end[recorded].max()),
-        computing=sets.computation,
-        computed_by=sets.computed_by,
-        largest_pid=max((int(pid) for pid in pids if isinstance(pid, int | float)), default=0),
-    )
-
-
-def _base(entries: dict[str, msgspec.Raw], columns: TraceColumns) -> int:
-    if "baseTimeNanoseconds" in entries:
-        try:
-            return msgspec.json.decode(entries["baseTimeNanoseconds"], type=int)
-        except msgspec.DecodeError as error:
-            raise CorruptDataError(
-                f"baseTimeNanoseconds of {str(columns.path)!r} is {bytes(entries['baseTimeNanoseconds'])!r}; expected "
-                "nanoseconds since 1970."
-            ) from error
-    if columns.start.min() < EARLIEST_EPOCH:
-        raise DataError(
-            f"the clock of {str(columns.path)!r} cannot be aligned: its times start at {columns.start.min():.0f} us "
-            "after an unknown moment; expected baseTimeNanoseconds in the file or times since 1970, as torch.profiler "
-            "writes them."
-        )
-    return 0
-
-
-def _shift(recording: Recording, profile: TorchProfile) -> float:
-    """Microseconds to add to a time of the timeline to have it on the axis of the trace."""
-    start = recording.start_time_since_epoch
-    if start is None:
+    if not len(operations.tensor):
+        raise DataError(f"no complete operation in {str(timeline)!r}; record both files in the same run.")
+    if recording.start_time_since_epoch is None:
         raise DataError(
             f"the clock of {str(recording.path)!r} cannot be aligned: the event that says when the recording started "
             "(start_time_since_epoch_in_micros, the first of the file) is missing; give the whole file."
         )
-    return (start * 1000 - profile.base) / 1000
+    base = _base(file, float(profile.start.min()))
+    shift = (recording.start_time_since_epoch * 1000 - base) / 1000 - offset_us
+    first, last = float(operations.begin.min()) + shift, float(operations.end.max()) + shift
+    recorded = profile.source != Source.HOROVOD
+    since, until = float(profile.start[recorded].min()), float(profile.end[recorded].max())
+    if first >= until or since >= last:
+        raise DataError(
+            f"{str(recording.path)!r} (operations from {_clock(base, first)} to {_clock(base, last)} UTC) and "
+            f"{str(file.path)!r} ({_clock(base, since)} to {_clock(base, until)} UTC) are "
+            f"{max(first - until, since - last) / 1e6:.3g} s apart; give files of the same run, or --offset-us with "
+            "what to add to the trace's times."
+        )
+    overlap = _overlap(operations.exchange + shift, Sets(profile), max(first, since), min(last, until))
+    with files.replacing(Path(output), recording.path, file.path) as merged:
+        for text in _texts(recording, file, shift):
+            merged.write(text)
+    return overlap
 
 
-def _require_common_time(recording: Recording, profile: TorchProfile, first: float, last: float) -> None:
-    if first < profile.until and profile.since < last:
-        return
-    apart = max(first - profile.until, profile.since - last) / 1e6
-    raise DataError(
-        f"{str(recording.path)!r} (operations from {_clock(profile, first)} to {_clock(profile, last)} UTC) and "
-        f"{str(profile.path)!r} ({_clock(profile, profile.since)} to {_clock(profile, profile.until)} UTC) are "
-        f"{apart:.3g} s apart; give files of the same run, or --offset-us with what to add to the trace's times."
-    )
+def _base(file: TraceFile, first: float) -> int:
+    """Nanoseconds since 1970 from which the times of a trace count, of which ``first`` is the least.
+
+    Source: Kineto's output (torch 2.13): ts and dur in microseconds, baseTimeNanoseconds since 1970; before it had a
+        base, ts counted from 1970.
+    """
+    if "baseTimeNanoseconds" in file.entries:
+        try:
+            return msgspec.json.decode(file.entries["baseTimeNanoseconds"], type=int)
+        except msgspec.DecodeError as error:
+            raise CorruptDataError(
+                f"baseTimeNanoseconds of {str(file.path)!r} is {bytes(file.entries['baseTimeNanoseconds'])!r}; "
+                "expected nanoseconds since 1970."
+            ) from error
+    if first < EARLIEST_EPOCH:
+        raise DataError(
+            f"the clock of {str(file.path)!r} cannot be aligned: its times start at {first:.0f} us after an unknown "
+            "moment; expected baseTimeNanoseconds in the file or times since 1970, as torch.profiler writes them."
+        )
+    return 0
 
 
-def _clock(profile: TorchProfile, time: float) -> str:
+def _clock(base: int, time: float) -> str:
     try:
-        return datetime.fromtimestamp(profile.base / 1e9 + time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+        return datetime.fromtimestamp(base / 1e9 + time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     except (OverflowError, ValueError, OSError):
         return "an impossible date"
 
 
-def _overlap(exchange: Floats, profile: TorchProfile, since: float, until: float) -> Overlap:
+def _overlap(exchange: Floats, sets: Sets, since: float, until: float) -> Overlap:
     """Milliseconds of communication, of computation and of both, between two times in microseconds."""
     communicating, computing = (
-        inside(one, since, until) for one in (union(exchange[:, 0], exchange[:, 1]), profile.computing)
+        inside(one, since, until) for one in (union(exchange[:, 0], exchange[:, 1]), sets.computation)
     )
     both = common(communicating, computing)
     return Overlap(
@@ -230,21 +150,22 @@ def _overlap(exchange: Floats, profile: TorchProfile, since: float, until: float
         overlapped=length(both) / 1e3,
         exposed=(length(communicating) - length(both)) / 1e3,
         neither=max(0.0, until - since - length(joined(communicating, computing))) / 1e3,
-        computed_by=profile.computed_by,
+        computed_by=sets.computed_by,
         operations=int(np.sum((exchange[:, 0] < until) & (exchange[:, 1] > since))),
     )
 
 
-def _texts(recording: Recording, profile: TorchProfile, shift: float) -> Iterator[bytes]:
+def _texts(recording: Recording, file: TraceFile, shift: float) -> Iterator[bytes]:
     """The merged file, in pieces."""
+    pids = (event.pid for event in file.decoded() if event is not None)
+    pid = max((int(pid) for pid in pids if isinstance(pid, int | float)), default=0) + 1
     yield b'{"traceEvents": [\n'
-    for number, text in enumerate(profile.events):
+    for number, text in enumerate(file.events):
         yield (b",\n" if number else b"") + bytes(text)
-    pid = profile.largest_pid + 1
     for number, event in enumerate(_events(recording, shift, pid)):
-        yield (b",\n" if number or profile.events else b"") + json.dumps(event).encode()
+        yield (b",\n" if number or file.events else b"") + json.dumps(event).encode()
     yield b"\n]"
-    for name, text in profile.entries.items():
+    for name, text in file.entries.items():
         yield b",\n" + json.dumps(name).encode() + b": " + bytes(text)
     yield b"}\n"
 
@@ -262,7 +183,10 @@ def _events(recording: Recording, shift: float, pid: int) -> Iterator[dict[str, 
         if tid is None:
             tid = tracks[item.tensor] = len(tracks) + 1
             yield _named("thread_name", item.tensor, pid, tid)
-        for name, start, end in _parts(item):
+        parts = [(item.kind, item.start, item.end)]  # what encloses before what is enclosed
+        if item.negotiate_start is not None and item.negotiate_end is not None:
+            parts.insert(0, (f"NEGOTIATE_{item.kind}", item.negotiate_start, item.negotiate_end))
+        for name, start, end in (*parts, *sorted(item.phases, key=lambda phase: (phase.start, -phase.end))):
             yield {
                 "ph": "X", "cat": "horovod", "name": name, "pid": pid, "tid": tid,
                 "ts": start + shift, "dur": end - start,
@@ -272,11 +196,3 @@ def _events(recording: Recording, shift: float, pid: int) -> Iterator[dict[str, 
 
 def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _parts(operation: Operation) -> Iterator[tuple[str, float, float]]:
-    """Name, start and end of the negotiation, the operation and its phases, what encloses before what is enclosed."""
-    if operation.negotiate_start is not None and operation.negotiate_end is not None:
-        yield f"NEGOTIATE_{operation.kind}", operation.negotiate_start, operation.negotiate_end
-    yield operation.kind, operation.start, operation.end
-    yield from sorted(operation.phases, key=lambda phase: (phase.start, -phase.end))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.read.mpi_profile import measures, reading, traffic
+from hvdkit.read.mpi_profile import measures, reading
 
 pytestmark = pytest.mark.parallel
 
@@ -174,7 +174,7 @@ def test_the_payload_of_a_training_is_its_gradients(launch, tmp_path):
     gradients, parameters = (
         int(re.search(rf"\[0\] {what} bytes (\d+)", done.stdout)[1]) for what in ("gradient", "parameter")
     )
-    for one in traffic.of_profile(profile):
+    for one in profile.ranks:
         assert measures.total(one.of("payload", "MPI_Allreduce")).bytes == gradients
         assert measures.total(one.of("payload", "MPI_Bcast")).bytes == parameters
         assert measures.total(one.of("payload")).bytes == pytest.approx(gradients + parameters, rel=0.01)

@@ -20,7 +20,7 @@ from hvdkit.common import json_files
 from hvdkit.errors import DataError, InstallError, InvalidArgumentError, LaunchError
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder
-from hvdkit.read.mpi_profile.show import ShownProfile
+from hvdkit.read.mpi_profile.cli import ShownProfile
 from hvdkit.run.launch import facts, plan, recordings
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi

@@ -5,19 +5,19 @@ from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit.cli import run
 from hvdkit.common.causes import dearest_first
-from hvdkit.read.mpi_profile import measures, reading, traffic
-from hvdkit.read.mpi_profile import show as tables
+from hvdkit.read.mpi_profile import cli as tables
+from hvdkit.read.mpi_profile import measures, reading
 from hvdkit.read.mpi_profile.causes import causes, findings, otherwise
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
-from hvdkit.read.mpi_profile.model import Calls, Profile, RankProfile
+from hvdkit.read.mpi_profile.model import PURPOSES, Calls, Profile, RankProfile, with_purposes
 
 
 def shown(profile, number=0):
-    return next(one for one in traffic.of_profile(profile) if one.rank.rank == number)
+    return next(rank for rank in profile.ranks if rank.rank == number)
 
 
 def found(profile, number=0):
-    return {finding.name: finding.text for finding in findings(shown(profile, number))}
+    return {finding.name: finding.text for finding in findings(profile, shown(profile, number))}
 
 
 def costly(profile, number=0):
@@ -71,10 +71,12 @@ def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
         calls("MPI_Bcast", 112, 4, 0.001), calls("MPI_Bcast", 50, 406, 0.001),
         calls("MPI_Gather", 50, 4, 0.003), calls("MPI_Gatherv", 50, 0, 0.001),
     )  # fmt: skip
-    profile = Profile(MPITRACE_FORMAT, 1, (RankProfile(0, 128.9, rows),), {0: 86.607})
+    profile = with_purposes(
+        Profile(MPITRACE_FORMAT, 1, (RankProfile(0, "finalized", 128.9, 86.607, rows),), {0: 86.607})
+    )
     assert costly(profile) == []
-    assert [its for row, its in shown(profile).calls if row.calls == 112] == ["control"]
-    first, *_ = tables.page(profile, shown(profile)).parts
+    assert [row.purpose for row in shown(profile).calls if row.calls == 112] == ["control"]
+    first, *_ = tables.page(profile, shown(profile), tables.shown_as(profile, shown(profile))).parts
     assert first.startswith("Verdict: The gradients are not in this profile") and "hvdkit launch --timeline" in first
     assert "--cycle-time" not in first + "".join(found(profile).values())
 
@@ -149,7 +151,7 @@ def test_routines_and_the_ranks(tmp_path):
 
 def test_every_call_has_one_purpose(tmp_path):
     profile = reading.read([write(tmp_path, record(0))])
-    whole = measures.purposes(shown(profile))
+    whole = {name: measures.total(shown(profile).of(name)) for name in PURPOSES}
     assert sum(one.calls for one in whole.values()) == sum(row.calls for row in profile.ranks[0].calls)
     assert sum(one.seconds for one in whole.values()) == pytest.approx(profile.ranks[0].mpi_seconds)
     assert whole["control"].bytes == 8000 + 40 + 1000 + 40 + 3000

@@ -7,7 +7,7 @@ import pytest
 from mpi_profile_files import DATA, HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.read.mpi_profile import measures, reading, traffic
+from hvdkit.read.mpi_profile import measures, reading
 
 RANK_0 = MPITRACE[0].read_text()
 
@@ -65,7 +65,7 @@ def test_a_file_of_mpitrace_that_is_cut_off_is_never_taken_for_whole():
     for end in range(1, len(text), 7):
         file = DATA / "cut"
         try:
-            (one,) = reading._READERS["mpitrace"]([(file, text[:end])]).ranks
+            (one,) = reading.READERS["mpitrace"]([(file, text[:end])]).ranks
         except CorruptDataError as error:
             assert str(file) in str(error)
             refused += 1
@@ -291,10 +291,9 @@ def test_nothing_there(tmp_path):
 
 
 def test_what_horovod_negotiates_is_known_by_caller_operation_and_type(tmp_path):
-    (of_rank, *_) = traffic.of_profile(reading.read([write(tmp_path, record(0))]))
-    found = {
-        (row.routine, row.caller, row.op, row.datatype, row.average_bytes): purpose for row, purpose in of_rank.calls
-    }
+    profile = reading.read([write(tmp_path, record(0))])
+    of_rank = profile.ranks[0]
+    found = {(row.routine, row.caller, row.op, row.datatype, row.average_bytes): row.purpose for row in of_rank.calls}
     assert found == {
         ("MPI_Allreduce", "horovod", "MPI_BAND", "MPI_LONG_LONG_INT", 8): "control",
         ("MPI_Allreduce", "horovod", "MPI_SUM", "MPI_FLOAT", 1_000_000): "payload",
@@ -309,38 +308,40 @@ def test_what_horovod_negotiates_is_known_by_caller_operation_and_type(tmp_path)
         ("MPI_Allreduce", "mpi4py", "MPI_BAND", "MPI_LONG_LONG_INT", 8): "payload",
         ("MPI_Gather", "mpi4py", "", "MPI_INT", 4): "payload",
     }
-    assert of_rank.certain and of_rank.horovod
+    assert profile.certain(of_rank) and of_rank.horovod
     assert measures.total(of_rank.of("payload", "MPI_Allreduce")).bytes == 100_000_000 + 50 * 8 + 7 * 8
 
 
 @pytest.mark.parametrize("op", ["MPI_BAND", "MPI_BOR"])
 def test_horovods_bit_vectors_are_control(tmp_path, op):
     calls = [group("MPI_Allreduce", (10, 8, 1e-4), op=op, type="MPI_LONG_LONG_INT")]
-    (of_rank,) = traffic.of_profile(reading.read([write(tmp_path, record(0, 1, calls))]))
-    assert [purpose for _, purpose in of_rank.calls] == ["control"]
+    (of_rank,) = reading.read([write(tmp_path, record(0, 1, calls))]).ranks
+    assert [row.purpose for row in of_rank.calls] == ["control"]
 
 
 def test_by_size_alone_the_negotiation_of_the_real_files_is_told():
-    of_rank = traffic.of_profile(reading.read(MPITRACE))[0]
+    profile = reading.read(MPITRACE)
+    of_rank = profile.ranks[0]
     control = {(row.routine, row.calls): row.average_bytes for row in of_rank.of("control")}
     assert control == {
         ("MPI_Allreduce", 72893): 16.0, ("MPI_Bcast", 50): 4.0, ("MPI_Gather", 50): 4.0, ("MPI_Gatherv", 50): 0.0,
         ("MPI_Allgather", 2): 4.0,
     }  # fmt: skip
-    assert not of_rank.certain
+    assert not profile.certain(of_rank)
 
 
 def test_a_program_without_horovod_has_no_control_by_size(tmp_path):
     """A solver that reduces 8 bytes all the time does not negotiate."""
     file = tmp_path / "mpi_profile.1.0"
     file.write_text(RANK_0.replace("MPI_Gatherv ", "MPI_Scatterv"))
-    of_rank = traffic.of_profile(reading.read([file]))[0]
+    of_rank = reading.read([file]).ranks[0]
     assert of_rank.of("control") == [] and not of_rank.horovod
 
 
 def test_mpip_tells_control_by_the_function_that_called():
-    of_rank = traffic.of_profile(reading.read([MPIP]))[0]
-    assert [(row.calls, purpose) for row, purpose in of_rank.calls] == [
+    profile = reading.read([MPIP])
+    of_rank = profile.ranks[0]
+    assert [(row.calls, row.purpose) for row in of_rank.calls] == [
         (1000, "control"), (100, "payload"), (10, "synchronisation"),
     ]  # fmt: skip
-    assert of_rank.certain
+    assert profile.certain(of_rank)

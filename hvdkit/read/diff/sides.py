@@ -19,7 +19,7 @@ from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.sources import LAUNCH, STEPS
 from hvdkit.read.mpi_profile import measures as mpi_measures
 from hvdkit.read.mpi_profile import reading as mpi_reading
-from hvdkit.read.mpi_profile import traffic as mpi_traffic
+from hvdkit.read.mpi_profile.model import PURPOSES
 from hvdkit.read.timeline import columns as timeline_columns
 from hvdkit.read.timeline.measures import covered, union
 from hvdkit.read.timeline.model import GROUPS
@@ -271,16 +271,15 @@ def of_mpi(path: Path, profiles: Sequence[Path]) -> Side:
         DataError: a profile cannot be used.
     """
     profile = mpi_reading.read(profiles)
-    traffic = mpi_traffic.of_profile(profile)
     seconds = [rank.seconds for rank in profile.ranks if rank.seconds]
     whole = {"time in MPI": _median([rank.mpi_seconds for rank in profile.ranks])}
     if seconds:
         whole["job"] = _median(seconds)
     parts, details = {}, {}
-    for purpose in mpi_traffic.PURPOSES:
-        parts[f"{purpose} in MPI"] = _median_calls([mpi_measures.total(one.of(purpose)) for one in traffic])
-        for routine in {row.routine for one in traffic for row in one.of(purpose)}:
-            sums = [mpi_measures.total(one.of(purpose, routine)) for one in traffic]
+    for purpose in PURPOSES:
+        parts[f"{purpose} in MPI"] = _median_calls([mpi_measures.total(rank.of(purpose)) for rank in profile.ranks])
+        for routine in {row.routine for rank in profile.ranks for row in rank.of(purpose)}:
+            sums = [mpi_measures.total(rank.of(purpose, routine)) for rank in profile.ranks]
             details[f"{routine}, {purpose}"] = _median_calls(sums)
     return Side(
         path,

@@ -196,11 +196,11 @@ def _of_traces(paths: list[Path]) -> tuple[list[Cause], str]:
 
 
 def _of_mpi(paths: list[Path]) -> tuple[list[Cause], str]:
-    from hvdkit.read.mpi_profile import reading, traffic
+    from hvdkit.read.mpi_profile import reading
     from hvdkit.read.mpi_profile.causes import causes
 
     profile = reading.read(paths)
-    return causes(profile, traffic.of_profile(profile)[0]), f"{len(profile.ranks)} ranks"
+    return causes(profile, profile.ranks[0]), f"{len(profile.ranks)} ranks"
 
 
 def _of_bench(paths: list[Path]) -> tuple[list[Cause], str]:

@@ -8,10 +8,9 @@ them only negotiate, and what the gradients themselves cost, only a library betw
     interposer/ ─ C: stands between a program and MPI, counts calls, writes mpi_profile.RANK.json
        └── library    compiles it with the MPI's own mpicc, once, and keeps it
     recording ─── hvdkit launch --mpi-profile: what a job gets, and what it left
-    model ─────── a profile of a job: its ranks, and of each the calls of one routine and size
-       ├── reading ── (recorded, mpitrace, mpip)   from files, whatever wrote them
-       ├── traffic     Horovod's negotiation apart from data
+    model ─────── a profile of a job: its ranks, and of each the calls of one routine and size, with their purpose
+       ├── reading ── (mpitrace, mpip)   from files, whatever wrote them
        ├── measures    totals, sizes with bus bandwidth, spread over the ranks
        ├── causes      what costs the job time, and what stands out
-       └── show        the command: tables, and the same as JSON
+       └── cli         the command: tables, and the same as JSON
 """

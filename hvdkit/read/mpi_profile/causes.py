@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import measures
-from hvdkit.read.mpi_profile.model import Profile
-from hvdkit.read.mpi_profile.traffic import CONTROL, PAYLOAD, Traffic
+from hvdkit.read.mpi_profile.model import CONTROL, PAYLOAD, Profile, RankProfile
 
 SMALL = 64 * 1024
 """Bytes below which an allreduce mostly takes its latency, not its bytes."""
@@ -40,53 +39,53 @@ UNSEEN = (
 )
 
 
-def causes(profile: Profile, traffic: Traffic) -> list[Cause]:
-    """What costs time, on the rank of ``traffic``, in no order; nothing where it is not known how long it ran."""
-    if not traffic.rank.seconds:
+def causes(profile: Profile, shown: RankProfile) -> list[Cause]:
+    """What costs time, on the rank that is shown, in no order; nothing where it is not known how long it ran."""
+    if not shown.seconds:
         return []
-    late = _late(profile, traffic) or _waiting(traffic)
-    found = [_large(profile, traffic), _small(profile, traffic), late]
+    late = _late(profile, shown) or _waiting(shown)
+    found = [_large(profile, shown), _small(profile, shown), late]
     return [cause for cause in found if cause is not None]
 
 
-def gradients_elsewhere(traffic: Traffic) -> bool:
+def gradients_elsewhere(shown: RankProfile) -> bool:
     """Whether Horovod negotiated over MPI and reduced over NCCL or Gloo."""
-    sizes = [row.most_bytes or row.average_bytes or 0 for row in traffic.of(PAYLOAD, "MPI_Allreduce")]
-    return traffic.horovod and max(sizes, default=0) <= _SCALARS
+    sizes = [row.most_bytes or row.average_bytes or 0 for row in shown.of(PAYLOAD, "MPI_Allreduce")]
+    return shown.horovod and max(sizes, default=0) <= _SCALARS
 
 
-def otherwise(traffic: Traffic) -> str:
+def otherwise(shown: RankProfile) -> str:
     """The verdict where no cause is worth a sentence."""
-    if gradients_elsewhere(traffic):
+    if gradients_elsewhere(shown):
         return (
             "The gradients are not in this profile: Horovod negotiated over MPI and reduced over NCCL or Gloo. What "
             "that costs hvdkit launch --timeline FILE records."
         )
-    if not traffic.rank.seconds:
+    if not shown.seconds:
         return "It cannot tell: the profile does not say how long the job ran."
     return f"No data that MPI moved costs the job {share_text(WORTH_SAYING)} or more of its time. {UNSEEN}"
 
 
 def _of_job(
-    kind: str, lost: float, traffic: Traffic, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+    kind: str, lost: float, shown: RankProfile, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
-    return Cause(kind, lost, lost / (traffic.rank.seconds or 1.0), what, evidence, advice, per_step=False, ranks=ranks)
+    return Cause(kind, lost, lost / (shown.seconds or 1.0), what, evidence, advice, per_step=False, ranks=ranks)
 
 
-def _large(profile: Profile, traffic: Traffic) -> Cause | None:
+def _large(profile: Profile, shown: RankProfile) -> Cause | None:
     """The time of payload calls of at least 64 KiB on the shown rank, as a cause; None where there are none."""
-    rows = [row for row in traffic.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
+    rows = [row for row in shown.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
     whole = measures.total(rows)
-    lost = _moving(profile, traffic, whole)
+    lost = _moving(profile, shown, whole)
     if not rows:
         return None
     lines = [
         one
-        for one in measures.sizes(profile, traffic)
+        for one in measures.sizes(profile, shown)
         if one.purpose == PAYLOAD and (one.average_bytes or 0) >= SMALL and one.bus_bytes_per_s is not None
     ]
     most = max(lines, key=lambda line: line.seconds, default=None)
-    evidence = f"rank {traffic.rank.rank}: {whole.calls:,} calls of at least 64 KiB"
+    evidence = f"rank {shown.rank}: {whole.calls:,} calls of at least 64 KiB"
     if most is not None:
         evidence += (
             f"; {most.calls:,} {most.routine} of {bytes_text(most.average_bytes or 0)} took "
@@ -96,58 +95,58 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
     return _of_job(
         "large-tensors",
         lost,
-        traffic,
+        shown,
         SENTENCES["large-tensors"][0],
         evidence,
         f"{SENTENCES['large-tensors'][1]} hvdkit timeline merge says how much of it is hidden.",
     )
 
 
-def _small(profile: Profile, traffic: Traffic) -> Cause | None:
-    rows = [row for row in traffic.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL]
+def _small(profile: Profile, shown: RankProfile) -> Cause | None:
+    rows = [row for row in shown.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL]
     small = measures.total(rows)
     if not rows:
         return None
     return _of_job(
         "small-tensors",
-        _moving(profile, traffic, small),
-        traffic,
+        _moving(profile, shown, small),
+        shown,
         SENTENCES["small-tensors"][0],
-        f"rank {traffic.rank.rank}: {small.calls:,} allreduces below 64 KiB",
+        f"rank {shown.rank}: {small.calls:,} allreduces below 64 KiB",
         SENTENCES["small-tensors"][1],
     )
 
 
-def _moving(profile: Profile, traffic: Traffic, calls: measures.Sums) -> float:
+def _moving(profile: Profile, shown: RankProfile, calls: measures.Sums) -> float:
     """Seconds of these calls without the wait for later ranks: the rank that spends the least time in MPI has none."""
-    if calls.wait_s or traffic.horovod or not traffic.rank.mpi_seconds:
+    if calls.wait_s or shown.horovod or not shown.mpi_seconds:
         return calls.seconds - (calls.wait_s or 0.0)
-    least = min(dict(profile.mpi_seconds).values(), default=traffic.rank.mpi_seconds)
-    return calls.seconds * min(1.0, least / traffic.rank.mpi_seconds)
+    least = min(dict(profile.mpi_seconds).values(), default=shown.mpi_seconds)
+    return calls.seconds * min(1.0, least / shown.mpi_seconds)
 
 
-def _waiting(traffic: Traffic) -> Cause | None:
+def _waiting(shown: RankProfile) -> Cause | None:
     """Where --mpi-profile-wait measured it."""
-    whole = measures.total(traffic.of(PAYLOAD))
+    whole = measures.total(shown.of(PAYLOAD))
     if not whole.wait_s:
         return None
     return _of_job(
         "late",
         whole.wait_s,
-        traffic,
-        f"Rank {traffic.rank.rank} waits in collectives until all ranks are there.",
+        shown,
+        f"Rank {shown.rank} waits in collectives until all ranks are there.",
         f"barriers of --mpi-profile-wait, {share_text(whole.wait_s / whole.seconds)} of the time of data",
         "hvdkit launch --explain-job says which rank is late and why, --timeline FILE --skew which one alone.",
     )
 
 
-def _late(profile: Profile, traffic: Traffic) -> Cause | None:
+def _late(profile: Profile, shown: RankProfile) -> Cause | None:
     """Collectives end together: the rank that spends the least time in them mostly comes last.
 
     Not so where Horovod negotiates in its own thread first: then nobody waits in the collectives themselves.
     """
     times = dict(profile.mpi_seconds)
-    if traffic.horovod or len(times) < 2:
+    if shown.horovod or len(times) < 2:
         return None
     over = measures.spread(times)
     if over.imbalance < _UNEVEN:
@@ -155,7 +154,7 @@ def _late(profile: Profile, traffic: Traffic) -> Cause | None:
     return _of_job(
         "late",
         over.most - over.least if len(times) == 2 else max(0.0, over.median - over.least),
-        traffic,
+        shown,
         f"Rank {over.least_rank} mostly comes last to the collectives, and the others wait for it.",
         f"time in MPI: rank {over.least_rank} {duration_text(1e6 * over.least)}, median "
         f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}",
@@ -178,22 +177,27 @@ class ProfileFinding:
     text: str
 
 
-def findings(traffic: Traffic) -> list[ProfileFinding]:
-    """All findings, for the rank of ``traffic``; those that do not apply are left out."""
-    return [finding for check in (_negotiation, _negotiation_waits) if (finding := check(traffic)) is not None]
+def findings(profile: Profile, shown: RankProfile) -> list[ProfileFinding]:
+    """All findings on the rank that is shown; those that do not apply are left out."""
+    found = (_negotiation(profile, shown), _negotiation_waits(shown))
+    return [finding for finding in found if finding is not None]
 
 
-def _negotiation(traffic: Traffic) -> ProfileFinding | None:
+def _negotiation(profile: Profile, shown: RankProfile) -> ProfileFinding | None:
     """Horovod's bit vectors among the allreduces, and what would make them fewer."""
-    vectors = measures.total(traffic.of(CONTROL, "MPI_Allreduce"))
-    everything = measures.total(row for row in traffic.rank.calls if row.routine == "MPI_Allreduce")
+    rows = shown.of(CONTROL, "MPI_Allreduce")
+    vectors = measures.total(rows)
+    everything = measures.total(row for row in shown.calls if row.routine == "MPI_Allreduce")
     if not vectors.calls or everything.seconds <= 0:
         return None
     share = vectors.seconds / everything.seconds
-    how = "" if traffic.certain else ", by its size and number"
+    least = min(row.average_bytes or 0 if row.least_bytes is None else row.least_bytes for row in rows)
+    most = max(row.average_bytes or 0 if row.most_bytes is None else row.most_bytes for row in rows)
+    size = f"{least:.0f} bytes" if least == most else f"{least:.0f} to {most:.0f} bytes"
+    how = "" if profile.certain(shown) else ", by its size and number"
     text = (
         f"{share_text(vectors.calls / everything.calls)} of the allreduces ({vectors.calls:,} of {everything.calls:,}) "
-        f"are {_size(traffic)}: Horovod's negotiation{how}. On rank {traffic.rank.rank} they take {share_text(share)} "
+        f"are {size}: Horovod's negotiation{how}. On rank {shown.rank} they take {share_text(share)} "
         f"of the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
     )
     if share >= _LARGE_SHARE:
@@ -201,17 +205,9 @@ def _negotiation(traffic: Traffic) -> ProfileFinding | None:
     return ProfileFinding("negotiation", text)
 
 
-def _size(traffic: Traffic) -> str:
-    """The sizes of the bit vectors: "16 bytes", or "8 to 16 bytes"."""
-    rows = traffic.of(CONTROL, "MPI_Allreduce")
-    least = min(row.average_bytes or 0 if row.least_bytes is None else row.least_bytes for row in rows)
-    most = max(row.average_bytes or 0 if row.most_bytes is None else row.most_bytes for row in rows)
-    return f"{least:.0f} bytes" if least == most else f"{least:.0f} to {most:.0f} bytes"
-
-
-def _negotiation_waits(traffic: Traffic) -> ProfileFinding | None:
+def _negotiation_waits(shown: RankProfile) -> ProfileFinding | None:
     """A few bytes take microseconds; more is waiting for a rank that comes later, or for a core."""
-    rows = traffic.of(CONTROL, "MPI_Allreduce")
+    rows = shown.of(CONTROL, "MPI_Allreduce")
     vectors = measures.total(rows)
     if vectors.calls < _ENOUGH_CALLS:
         return None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
 from hvdkit.common.json_files import Part
-from hvdkit.read.mpi_profile.model import HVDKIT, Calls, Profile
-from hvdkit.read.mpi_profile.traffic import PURPOSES, Traffic
+from hvdkit.read.mpi_profile.model import HVDKIT, PURPOSES, Calls, Profile, RankProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,55 +108,43 @@ def spread(values: dict[int, float]) -> Spread:
     )
 
 
-def routines(profile: Profile, traffic: Traffic) -> list[Routine]:
-    """Every routine that the rank of ``traffic`` called, by its name in the order of time."""
-    names = {row.routine for row in traffic.rank.calls}
+def routines(profile: Profile, shown: RankProfile) -> list[Routine]:
+    """Every routine that a rank called, in the order of time."""
     found = []
-    for name in names:
-        seconds = {rank.rank: total(rank.of(name)).seconds for rank in profile.ranks}
-        found.append(Routine(**asdict(total(traffic.rank.of(name))), routine=name, ranks=spread(seconds)))
+    for name in {row.routine for row in shown.calls}:
+        seconds = {rank.rank: total(profile.of(rank, name)).seconds for rank in profile.ranks}
+        found.append(Routine(**asdict(total(profile.of(shown, name))), routine=name, ranks=spread(seconds)))
     return sorted(found, key=lambda one: (-one.seconds, one.routine))
 
 
-def purposes(traffic: Traffic) -> dict[str, Sums]:
-    """What a rank spent on each purpose; all of ``traffic.PURPOSES``, also those without a call."""
-    return {purpose: total(traffic.of(purpose)) for purpose in PURPOSES}
-
-
-def sizes(profile: Profile, traffic: Traffic) -> list[Size]:
+def sizes(profile: Profile, shown: RankProfile) -> list[Size]:
     """The calls of a rank by routine, purpose and size, in the order of time of their routine, then by size.
 
     Calls of a power-of-two range are one line for ours; mpitrace has ranges of its own, and mpiP call sites.
     """
+    ours = profile.source == HVDKIT
     groups: dict[tuple[str, str, int, int], list[Calls]] = {}
-    for number, (row, purpose) in enumerate(traffic.calls):
-        known = row.most_bytes is not None and profile.source == HVDKIT
-        which = int(row.most_bytes or 0).bit_length() if known else number
-        groups.setdefault((row.routine, purpose, row.processes or profile.size, which), []).append(row)
-    order = {one.routine: place for place, one in enumerate(routines(profile, traffic))}
-    found = [
-        _sizes(rows, routine, purpose, processes, source=profile.source)
-        for (routine, purpose, processes, _), rows in groups.items()
-    ]
+    for number, row in enumerate(shown.calls):
+        which = int(row.most_bytes or 0).bit_length() if ours and row.most_bytes is not None else number
+        groups.setdefault((row.routine, row.purpose, row.processes or profile.size, which), []).append(row)
+    found = []
+    for (routine, purpose, processes, _), rows in groups.items():
+        whole = total(rows)
+        moving = whole.seconds - (whole.wait_s or 0.0)
+        found.append(
+            Size(
+                **asdict(whole),
+                routine=routine,
+                purpose=purpose,
+                processes=processes,
+                least_bytes=min((row.least_bytes for row in rows if row.least_bytes is not None), default=None),
+                most_bytes=max((row.most_bytes for row in rows if row.most_bytes is not None), default=None),
+                fastest_s=min((row.fastest_s for row in rows if row.fastest_s is not None), default=None),
+                bus_bytes_per_s=bus_bandwidth(routine, whole.bytes, moving, processes, ours=ours),
+            )
+        )
+    order = {one.routine: place for place, one in enumerate(routines(profile, shown))}
     return sorted(found, key=lambda one: (order[one.routine], one.average_bytes or 0, PURPOSES.index(one.purpose)))
-
-
-def _sizes(rows: Sequence[Calls], routine: str, purpose: str, processes: int, *, source: str) -> Size:
-    whole = total(rows)
-    least = [row.least_bytes for row in rows if row.least_bytes is not None]
-    most = [row.most_bytes for row in rows if row.most_bytes is not None]
-    fastest = [row.fastest_s for row in rows if row.fastest_s is not None]
-    seconds = whole.seconds - (whole.wait_s or 0.0)
-    return Size(
-        **asdict(whole),
-        routine=routine,
-        purpose=purpose,
-        processes=processes,
-        least_bytes=min(least, default=None),
-        most_bytes=max(most, default=None),
-        fastest_s=min(fastest, default=None),
-        bus_bytes_per_s=bus_bandwidth(routine, whole.bytes, seconds, processes, ours=source == HVDKIT),
-    )
 
 
 def bus_bandwidth(routine: str, data: float | None, seconds: float, processes: int, *, ours: bool) -> float | None:

@@ -1,9 +1,24 @@
-"""A profile of a job: what each of its ranks called, how often, with how many bytes and for how long."""
+"""A profile of a job: what each of its ranks called, how often, with how many bytes, for how long and what for.
+
+What Horovod 0.28.1 calls (``mpi_controller.cc``, ``response_cache.cc``, ``mpi_operations.cc``):
+
+- once a cycle an allreduce of a bit vector, 8-byte words under MPI_BAND (one bit for each cached tensor and three of
+  state, twice as many under a timeline); tensors are never reduced under MPI_BAND or MPI_BOR;
+- for tensors that are not cached: MPI_Gather of a length (MPI_INT) and MPI_Gatherv of the requests (MPI_BYTE), then
+  MPI_Bcast of a length (MPI_INT) and of the response (MPI_BYTE); tensors have other types, MPI_UINT8_T for bytes;
+- MPI_Allgather at the start, MPI_Alltoall of lengths before an alltoall, both of MPI_INT; tensors use the -v forms.
+
+Our recorder knows caller, operation and type of each call, so that this is exact. mpiP may know the function that
+called. Of mpitrace's files there are sizes alone: see ``_by_size``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from hvdkit.common.json_files import Part
 
@@ -28,25 +43,23 @@ COLLECTIVES = _named(
 )
 """The blocking ones that move data."""
 POINT_TO_POINT = _named("Send Bsend Ssend Rsend Recv Mrecv Sendrecv Sendrecv_replace")
+CONTROL, PAYLOAD, SYNCHRONISATION, MANAGEMENT = "control", "payload", "synchronisation", "management"
+PURPOSES = (PAYLOAD, CONTROL, SYNCHRONISATION, MANAGEMENT)
+"""Data; Horovod's negotiation; barriers, and waiting for what was begun before; communicators and queries."""
 
-
-def non_blocking_collective(routine: str) -> bool:
-    """Whether it begins a collective that moves data."""
-    return routine.startswith("MPI_I") and f"MPI_{routine[5:].capitalize()}" in COLLECTIVES
-
-
-def moves_data(routine: str) -> bool:
-    """Whether it is there to move data, now or later."""
-    return (
-        routine in COLLECTIVES
-        or routine in POINT_TO_POINT
-        or (routine in NON_BLOCKING and not routine.startswith("MPI_Start"))
-        or non_blocking_collective(routine)
-    )
+_BITS = ("MPI_BAND", "MPI_BOR")
+_ONLY_CONTROL = ("MPI_Gather", "MPI_Gatherv", "MPI_Allgather", "MPI_Alltoall")
+"""Routines that Horovod uses for nothing else."""
+_FUNCTIONS = (
+    *("CrossRankBitwise", "RecvReadyTensors", "SendReadyTensors", "RecvFinalTensors", "SendFinalTensors"),
+    *("AlltoallGetRecvSplits", "Allgather2Ints", "MPIController"),
+)
+"""Of Horovod's controller, where mpiP names the caller."""
+_WORD, _LARGEST_VECTOR = 8, 1024
 
 
 class Calls(Part, frozen=True):
-    """Calls of one routine that are alike, of one rank.
+    """Calls of a rank that are alike: of one routine, caller, operation, type and range of sizes.
 
     Attributes:
         routine: such as "MPI_Allreduce".
@@ -60,6 +73,7 @@ class Calls(Part, frozen=True):
         caller: library or program that called, such as "horovod"; "" where it is not known.
         op, datatype: such as "MPI_SUM" and "MPI_FLOAT"; "" for none, for one that is not predefined, and not known.
         function: the function that called, as mpiP names it; "" where it is not known.
+        purpose: "payload", "control", "synchronisation" or "management".
     """
 
     routine: str
@@ -76,6 +90,7 @@ class Calls(Part, frozen=True):
     op: str = ""
     datatype: str = ""
     function: str = ""
+    purpose: str = ""
 
     @property
     def average_bytes(self) -> float | None:
@@ -83,34 +98,32 @@ class Calls(Part, frozen=True):
         return None if self.bytes is None else self.bytes / self.calls
 
 
-@dataclass(frozen=True, slots=True)
-class RankProfile:
+class RankProfile(Part, frozen=True):
     """What one rank recorded.
 
     Attributes:
         rank: its number.
-        seconds: from MPI_Init to the end of the record; None where the file does not say.
-        calls: what it called.
         state: how the record ends: "finalized", "exited" (without MPI_Finalize), "aborted", "running" (killed, or still
             running).
-        sums: by routine, where the file states them beside the parts, whose rounded numbers sum up to a little else.
+        seconds: from MPI_Init to the end of the record; None where the file does not say.
+        mpi_seconds: in MPI, all threads together.
+        calls: what it called.
     """
 
     rank: int
+    state: str
     seconds: float | None
+    mpi_seconds: float
     calls: tuple[Calls, ...]
-    state: str = "finalized"
-    sums: Mapping[str, Calls] = field(default_factory=dict)
 
-    def of(self, routine: str) -> tuple[Calls, ...]:
-        """The calls of a routine: the sum that the file states, else all parts."""
-        stated = self.sums.get(routine)
-        return (stated,) if stated is not None else tuple(row for row in self.calls if row.routine == routine)
+    def of(self, purpose: str, routine: str | None = None) -> list[Calls]:
+        """The calls of one purpose, and of one routine where it is given."""
+        return [row for row in self.calls if row.purpose == purpose and routine in (None, row.routine)]
 
     @property
-    def mpi_seconds(self) -> float:
-        """In MPI, all threads together."""
-        return sum(row.seconds for row in self.sums.values() or self.calls)
+    def horovod(self) -> bool:
+        """Whether Horovod negotiated over MPI."""
+        return any(row.purpose == CONTROL for row in self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,8 @@ class Profile:
         mpi_seconds: seconds in MPI of every rank that some file tells them of, which can be more than ``ranks``.
         notes: what a reader should know of the files, full sentences.
         library: the MPI, "" where it is not known.
+        sums: by rank and routine, where files state them beside the parts, whose rounded numbers sum up to a little
+            else.
     """
 
     source: str
@@ -132,6 +147,16 @@ class Profile:
     mpi_seconds: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     library: str = ""
+    sums: Mapping[int, Mapping[str, Calls]] = field(default_factory=dict)
+
+    def of(self, rank: RankProfile, routine: str) -> list[Calls]:
+        """The calls of a routine on a rank: the sum that the file states, else all parts."""
+        stated = self.sums.get(rank.rank, {}).get(routine)
+        return [row for row in rank.calls if row.routine == routine] if stated is None else [stated]
+
+    def certain(self, rank: RankProfile) -> bool:
+        """Whether the purposes of a rank's calls are known, not told from sizes."""
+        return self.source == HVDKIT or any(map(_of_controller, rank.calls))
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -146,3 +171,77 @@ class Profile:
             return ""
         names = ", ".join(map(str, self.missing[:8])) + (", ..." if len(self.missing) > 8 else "")
         return f"{len(self.missing)} of {self.size} ranks left no record: {names}."
+
+
+def with_purposes(profile: Profile) -> Profile:
+    """The profile with what each call was for."""
+    ranks = []
+    for rank in profile.ranks:
+        if profile.source == HVDKIT:
+            control = [row.caller == "horovod" and _is_control(row) for row in rank.calls]
+        elif profile.certain(rank):
+            control = [_of_controller(row) for row in rank.calls]
+        else:
+            control = _by_size(rank.calls)
+        calls = [
+            replace(row, purpose=CONTROL if is_control else _purpose(row.routine))
+            for row, is_control in zip(rank.calls, control, strict=True)
+        ]
+        ranks.append(replace(rank, calls=tuple(calls)))
+    return dataclasses.replace(profile, ranks=tuple(ranks))
+
+
+def _purpose(routine: str) -> str:
+    """What a routine is for that is no negotiation of Horovod: it moves data, now or later, or waits, or neither."""
+    begins_collective = routine.startswith("MPI_I") and f"MPI_{routine[5:].capitalize()}" in COLLECTIVES
+    begins_message = routine in NON_BLOCKING and not routine.startswith("MPI_Start")
+    if routine in COLLECTIVES or routine in POINT_TO_POINT or begins_message or begins_collective:
+        return PAYLOAD
+    return SYNCHRONISATION if routine in COMPLETIONS or routine in BARRIERS else MANAGEMENT
+
+
+def _is_control(row: Calls) -> bool:
+    """Of a call that Horovod made."""
+    if row.routine == "MPI_Allreduce":
+        return row.op in _BITS
+    if row.routine == "MPI_Bcast":
+        return row.datatype in ("MPI_INT", "MPI_BYTE")
+    return row.routine in _ONLY_CONTROL
+
+
+def _of_controller(row: Calls) -> bool:
+    """Whether mpiP saw that Horovod's controller called."""
+    return any(name in row.function for name in _FUNCTIONS)
+
+
+def _by_size(rows: Sequence[Calls]) -> list[bool]:
+    """Taken for control where only sizes are known.
+
+    A job is taken for one of Horovod over MPI when it has as many gathers as gathers of unequal parts, the former of 4
+    bytes: the lengths of its requests and the requests. Then those are control, and so are allgathers of 4 bytes,
+    broadcasts of 4 bytes (lengths, when they are no fewer than the gathers), and the allreduces of the most frequent
+    size, when that is a small number of 8-byte words. Responses, one more broadcast for each gather, look like data of
+    any size and stay with the data.
+    """
+    gathers = _count(rows, "MPI_Gather", size=4)
+    if not gathers or gathers != _count(rows, "MPI_Gatherv") or gathers != _count(rows, "MPI_Gather"):
+        return [False] * len(rows)
+    reductions = [row for row in rows if row.routine == "MPI_Allreduce"]
+    vectors = max(reductions, key=lambda row: row.calls, default=None)
+    if vectors is not None and not _is_bit_vector(vectors.average_bytes):
+        vectors = None
+    return [
+        row is vectors
+        or row.routine in ("MPI_Gather", "MPI_Gatherv")
+        or (row.routine == "MPI_Allgather" and row.average_bytes == 4)
+        or (row.routine == "MPI_Bcast" and row.average_bytes == 4 and row.calls >= gathers)
+        for row in rows
+    ]
+
+
+def _count(rows: Sequence[Calls], routine: str, size: float | None = None) -> int:
+    return sum(row.calls for row in rows if row.routine == routine and size in (None, row.average_bytes))
+
+
+def _is_bit_vector(size: float | None) -> bool:
+    return size is not None and 0 < size <= _LARGEST_VECTOR and abs(size / _WORD - round(size / _WORD)) < 1e-9

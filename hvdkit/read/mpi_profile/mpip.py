@@ -52,11 +52,15 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
         raise CorruptDataError(f"{path} is cut off: there is no 'End of Report'; copy it again.")
     tasks = _tasks(path, sections.get(_TASKS, []))
     rows = _calls(path, sections)
+
+    def of_rank(number: int) -> tuple[Calls, ...]:
+        return tuple(row for (_, _, rank), row in rows.items() if rank == number)
+
     return Profile(
         source=MPIP,
         size=len(tasks),
         ranks=tuple(
-            RankProfile(number, app, tuple(row for (_, _, rank), row in rows.items() if rank == number))
+            RankProfile(number, "finalized", app, sum(row.seconds for row in of_rank(number)), of_rank(number))
             for number, (app, _) in sorted(tasks.items())
         ),
         mpi_seconds={number: mpi for number, (_, mpi) in sorted(tasks.items())},

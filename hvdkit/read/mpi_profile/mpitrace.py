@@ -38,15 +38,17 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
         CorruptDataError: a file is cut off, its parts disagree, or the files are of different jobs.
     """
     ranks: dict[int, tuple[Path, RankProfile]] = {}
+    sums: dict[int, dict[str, Calls]] = {}
     sizes: dict[int, Path] = {}
     times: dict[int, float] = {}
     for path, text in files:
-        size, rank = _read_one(path, text)
+        size, rank, routines = _read_one(path, text)
         if rank.rank in ranks:
             raise CorruptDataError(
                 f"Rank {rank.rank} is in two files, {ranks[rank.rank][0]} and {path}; give the files of one job."
             )
         ranks[rank.rank] = path, rank
+        sums[rank.rank] = routines
         sizes.setdefault(size, path)
         times.update(_times_of_all(path, text))
     if len(sizes) > 1:
@@ -59,11 +61,12 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
         ranks=tuple(ranks[number][1] for number in sorted(ranks)),
         mpi_seconds=dict(sorted(times.items())),
         notes=("mpitrace rounds bytes to a tenth per call and seconds to a millisecond.",),
+        sums=sums,
     )
 
 
-def _read_one(path: Path, text: str) -> tuple[int, RankProfile]:
-    """One rank's file: the number of ranks, and the rank with its calls; an error where its sums do not fit."""
+def _read_one(path: Path, text: str) -> tuple[int, RankProfile, dict[str, Calls]]:
+    """One rank's file: number of ranks, the rank with its calls, their sums; an error where these do not fit."""
     lines = text.splitlines()
     head = HEAD.match(lines[0]) if lines else None
     if head is None:
@@ -94,7 +97,7 @@ def _read_one(path: Path, text: str) -> tuple[int, RankProfile]:
         parts = by_size.get(name, [whole])
         _check_sum(path, whole, parts)
         rows += parts
-    return size, RankProfile(number, elapsed, tuple(rows), sums=routines)
+    return size, RankProfile(number, "finalized", elapsed, summed, tuple(rows)), routines
 
 
 def _routines(path: Path, lines: Sequence[str]) -> dict[str, Calls]:

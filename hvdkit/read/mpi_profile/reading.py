@@ -1,17 +1,184 @@
-"""Finds the files of a profile, tells what wrote them, and reads them."""
+"""Finds the files of a profile, tells what wrote them, and reads them.
+
+Those of ``hvdkit launch --mpi-profile``, mpi_profile.RANK.json, are read here, others in modules of their own.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from hvdkit.common import files
+import msgspec
+
+from hvdkit.common import files, json_files
+from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import count_text
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.read.mpi_profile import mpip, mpitrace, recorded
-from hvdkit.read.mpi_profile.model import HVDKIT, MPIP, MPITRACE, Profile
+from hvdkit.read.mpi_profile import mpip, mpitrace
+from hvdkit.read.mpi_profile.model import HVDKIT, MPIP, MPITRACE, Calls, Profile, RankProfile, with_purposes
 
-_READERS = {HVDKIT: recorded.read, MPITRACE: mpitrace.read, MPIP: mpip.read}
 _PATTERNS = ("mpi_profile.*", "*.mpiP")
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+
+
+class Bin(Part, frozen=True, forbid_unknown_fields=False):
+    """Calls whose size is in one power-of-two range.
+
+    Attributes:
+        calls: how many, > 0.
+        bytes: in all of them together.
+        least_bytes, most_bytes: of one call.
+        seconds: in all of them together.
+        least_seconds, most_seconds: of one call.
+        wait_seconds: of ``seconds``, until all ranks were there; 0 where that was not measured.
+    """
+
+    calls: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    bytes: _Count
+    least_bytes: _Count
+    most_bytes: _Count
+    seconds: _Seconds
+    least_seconds: _Seconds
+    most_seconds: _Seconds
+    wait_seconds: _Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.least_bytes <= self.bytes / self.calls <= self.most_bytes:
+            raise ValueError(
+                f"bytes is {self.bytes}, expected those of {self.calls} calls of {self.least_bytes} to "
+                f"{self.most_bytes}"
+            )
+
+
+class Group(Part, frozen=True):
+    """Calls of one routine, caller, operation and type.
+
+    Attributes:
+        routine: such as "MPI_Allreduce".
+        caller: library or program that called; "" where it is not known.
+        op, type: such as "MPI_SUM" and "MPI_FLOAT"; "" for none, and for one that is not predefined.
+        processes: of the communicator; 0 where it is not known.
+        bins: by size.
+    """
+
+    routine: Annotated[str, msgspec.Meta(pattern="^MPI_[A-Za-z0-9_]+$")]
+    caller: str
+    op: str
+    type: str
+    processes: _Count
+    bins: tuple[Bin, ...]
+
+
+class RankFile(Document, frozen=True, forbid_unknown_fields=False):
+    """What MPI did on one rank.
+
+    Attributes:
+        job: the same in the files of one job.
+        rank: its number.
+        size: ranks of the job.
+        state: how the record ends: "finalized", "exited" (without MPI_Finalize), "aborted", "running" (killed, or still
+            running).
+        seconds: from MPI_Init to the end of the record.
+        library: the MPI.
+        lost: calls that were not recorded.
+        calls: what it called.
+        wait_measured: whether the wait for other ranks was measured.
+        threads: MPI's level of support for them.
+    """
+
+    kind = "mpi-profile-rank"
+    written_by = "hvdkit launch --mpi-profile"
+    fix = "the file is damaged or cut off: copy it again, or leave it out"
+
+    job: str
+    rank: _Count
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    state: Annotated[str, msgspec.Meta(pattern="^(finalized|exited|aborted|running)$")]
+    seconds: _Seconds
+    library: str
+    lost: _Count
+    calls: tuple[Group, ...]
+    wait_measured: bool = False
+    threads: str = ""
+
+
+def _read_ours(files: Sequence[tuple[Path, str]]) -> Profile:
+    """The profile of a job that hvdkit recorded.
+
+    Args:
+        files: paths and contents, of one job or, after another one wrote into the same directory, of several: the
+            newest is read.
+    Raises:
+        CorruptDataError: a file is cut off or holds what cannot be.
+    """
+    found = [(path, json_files.decode(text, RankFile, str(path), CorruptDataError)) for path, text in files]
+    path, newest = max(found, key=lambda one: one[0].stat().st_mtime_ns if one[0].exists() else 0)
+    of_job = sorted((one for one in found if one[1].job == newest.job), key=lambda one: one[1].rank)
+    for (first, file), (second, other) in itertools.pairwise(of_job):
+        if file.rank == other.rank:
+            raise CorruptDataError(f"Rank {file.rank} is in two files, {first} and {second}; give each rank once.")
+    files_of_job = [file for _, file in of_job]
+    if any(file.size != newest.size for file in files_of_job) or files_of_job[-1].rank >= newest.size:
+        raise CorruptDataError(f"The files beside {path} disagree about the number of ranks; record again.")
+    ranks = []
+    for file in files_of_job:
+        calls = _calls(file)
+        ranks.append(RankProfile(file.rank, file.state, file.seconds, sum(row.seconds for row in calls), calls))
+    return Profile(
+        source=HVDKIT,
+        size=newest.size,
+        ranks=tuple(ranks),
+        mpi_seconds={rank.rank: rank.mpi_seconds for rank in ranks},
+        notes=tuple(_notes(files_of_job, len(found) - len(ranks))),
+        library=newest.library,
+    )
+
+
+def _notes(files: Sequence[RankFile], older: int) -> list[str]:
+    notes = []
+    if older:
+        notes.append(f"{count_text(older, 'file')} of an earlier job in the same directory left out.")
+    for state, what in (
+        ("running", "was killed, or still ran: its record ends up to a minute before its end"),
+        ("exited", "ended without MPI_Finalize"),
+        ("aborted", "called MPI_Abort"),
+    ):
+        ranks = [str(file.rank) for file in files if file.state == state]
+        if ranks:
+            notes.append(f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(ranks)} {what}.")
+    lost = sum(file.lost for file in files)
+    if lost:
+        notes.append(f"{lost} calls were not recorded: more than 512 kinds of calls on a rank.")
+    return notes
+
+
+def _calls(file: RankFile) -> tuple[Calls, ...]:
+    """What a rank called, a row for each range of sizes of each group."""
+    return tuple(
+        Calls(
+            routine=group.routine,
+            calls=one.calls,
+            seconds=one.seconds,
+            bytes=one.bytes,
+            least_bytes=one.least_bytes,
+            most_bytes=one.most_bytes,
+            fastest_s=one.least_seconds,
+            slowest_s=one.most_seconds,
+            wait_s=one.wait_seconds if file.wait_measured else None,
+            processes=group.processes or None,
+            caller=group.caller,
+            op=group.op,
+            datatype=group.type,
+        )
+        for group in file.calls
+        for one in group.bins
+    )
+
+
+READERS = {HVDKIT: _read_ours, MPITRACE: mpitrace.read, MPIP: mpip.read}
 
 
 def read(paths: Sequence[Path]) -> Profile:
@@ -26,13 +193,16 @@ def read(paths: Sequence[Path]) -> Profile:
     """
     found: dict[str, list[tuple[Path, str]]] = {}
     for path in _files(paths):
-        text = _text(path)
+        try:
+            text = files.text(path, errors="replace")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.") from error
         found.setdefault(_format(path, text), []).append((path, text))
     if len(found) > 1:
-        names = " and ".join(f"{files[0][0]} is of {source}" for source, files in found.items())
+        names = " and ".join(f"{of_source[0][0]} is of {source}" for source, of_source in found.items())
         raise DataError(f"These files are of different formats: {names}; give those of one.")
-    ((source, files),) = found.items()
-    return _READERS[source](files)
+    ((source, contents),) = found.items()
+    return with_purposes(READERS[source](contents))
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:
@@ -51,13 +221,6 @@ def _files(paths: Iterable[Path]) -> list[Path]:
             )
         found += inside
     return list(dict.fromkeys(found))
-
-
-def _text(path: Path) -> str:
-    try:
-        return files.text(path, errors="replace")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _format(path: Path, text: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -24,17 +26,26 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
-from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
-from hvdkit.read.timeline.measures import Distribution, Floats
-from hvdkit.read.timeline.model import GROUPS, group_of
+from hvdkit.read.timeline.measures import Distribution, Floats, step_window
+from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
-RANKS = 32
+OPERATIONS = 3000
+"""How many operations a page holds when nothing else is said: about 450 kB."""
+TENSORS = 20
+"""How many tensors it lists when nothing else is said."""
+_RANKS = 32
 """How many ranks are listed."""
-POINTS = 400
+_POINTS = 400
 """How many steps are drawn one by one; of more, the shortest, the middle and the longest of each stretch."""
+_STEPS = 3
+"""How many steps are drawn operation by operation when no part is chosen."""
+_CYCLES, _PHASES, _TICKS = 4000, 64, 64
+"""How many marks of cycles the page holds, and of each operation how many phases and ranks."""
+_SLACK = 1e6
+"""Microseconds by which operations may be in the file before earlier ones."""
 
 
 def render_report(
@@ -72,7 +83,7 @@ def render_report(
     summary = summarize(given, ranks=ranks, fusion_threshold=fusion_threshold, columns=columns)
     if not summary.operations:
         raise nothing_in(given.path, summary)
-    lanes = collect_lanes(Recording(given.path), choose_window(summary, since, until, step), summary, operations)
+    lanes = _collect_lanes(Recording(given.path), _choose_window(summary, since, until, step), summary, operations)
     if not lanes.total:
         raise InvalidArgumentError(
             f"no operation between {(lanes.first - lanes.origin) / 1e6:.6g} and "
@@ -80,21 +91,24 @@ def render_report(
             f"{summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
         )
     every = exchanges(columns, np.ones(len(columns.begin), np.bool_))
-    return _render(summary, every, lanes, top)
-
-
-def _render(summary: TimelineSummary, every: Exchanges, lanes: Lanes, top: int) -> str:
-    """The whole page as HTML."""
     script = render.resource("hvdkit.read.timeline", "report.js")
     histograms = _histograms(every)
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
-    steps = summary.steps
+    subtitle = "Recorded by rank 0 with HOROVOD_TIMELINE"
+    started = summary.start_time_since_epoch
+    if started is not None and 0 <= started < 4e15:
+        subtitle += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    dropped = ", ".join(f"{number(count)} x {reason}" for reason, count in summary.dropped.items())
+    steps = 0 if summary.steps is None else len(summary.steps.durations)
+    exchange_note = "Exchanges between ranks; a fused batch counts once, with the bytes of all its tensors."
+    if unknown := int(np.isnan(every.bytes).sum()):
+        exchange_note += f" The size of {number(unknown)} is not in the file; they are in the last figure only."
     return render.page(
         "hvdkit.read.timeline",
         render.resource("hvdkit.read.timeline", "report.css"),
         title=f"Timeline of {shown_name(Path(summary.path).name)}",
-        subtitle=_subtitle(summary),
+        subtitle=f"{subtitle}. All numbers but those of the last part are of the whole recording.",
         script=script,
         script_hash=render.content_hash(script),
         facts=[
@@ -102,29 +116,26 @@ def _render(summary: TimelineSummary, every: Exchanges, lanes: Lanes, top: int) 
             for label, text in show.lines(summary)
             if label not in ("rank skew", "dropped")
         ],
-        notes=_notes(summary),
+        notes=[f"Not used, of {number(summary.events)} events: {dropped}."] if dropped else [],
         otherwise=otherwise(summary),
         findings=[
             {"sentence": printable(f"{one.sentence()} Seen: {one.evidence}."), "advice": printable(one.advice)}
             for one in dearest_first(causes(summary))
         ],
-        steps=steps is not None and len(steps.durations) > 0,
-        step_bands=_steps_per_point(summary),
+        steps=steps > 0,
+        step_bands="" if steps <= _POINTS else str(math.ceil(steps / _POINTS)),
         tensor_groups=[(index, GROUPS[index]) for index in groups],
         tensor_count=len(summary.tensors),
         tensors=[_tensor_row(one, groups) for one in tensors],
         histograms=[(one["name"], one["title"]) for one in histograms],
-        exchange_note=_exchange_note(every),
+        exchange_note=exchange_note,
         skew=None if summary.skew is None else _skew_rows(summary.skew),
         no_skew=show.NO_SKEW,
-        lane_note=_lane_note(lanes),
-        lane_left_out=_lane_left_out(lanes),
-        lane_label=f"{number(len(lanes.operations))} operations of {number(len(lanes.names))} tensors, {lanes.chosen}.",
-        lane_groups=_lane_groups(lanes),
+        **_lane_words(lanes),
         page_data={
             "groupNames": list(GROUPS),
-            "lanes": lane_data(lanes),
-            "steps": None if steps is None else _step_points(steps),
+            "lanes": _lane_data(lanes),
+            "steps": None if summary.steps is None else _step_points(summary.steps),
             "tensors": [[shortened(shown_name(one.tensor), LABEL), _group_times(one)] for one in tensors],
             "histograms": histograms,
         },
@@ -139,7 +150,7 @@ def _step_points(steps: Steps) -> dict[str, Any] | None:
     later = durations[1:] if len(durations) > 1 else durations
     usual, highest = float(np.median(later)), float(later.max())
     top = highest if highest <= 4 * usual or usual <= 0 else max(4 * usual, float(np.percentile(later, 95)) * 1.2)
-    edges = np.linspace(0, len(durations), min(len(durations), POINTS) + 1).astype(int)
+    edges = np.linspace(0, len(durations), min(len(durations), _POINTS) + 1).astype(int)
     parts = [(start, durations[start:end]) for start, end in pairwise(edges.tolist())]
     return {
         "count": len(durations),
@@ -159,26 +170,6 @@ def _group_times(one: TensorSummary) -> list[float]:
 
 def _phase_time(one: TensorSummary) -> float:
     return sum(_group_times(one))
-
-
-def _subtitle(summary: TimelineSummary) -> str:
-    text = "Recorded by rank 0 with HOROVOD_TIMELINE"
-    started = summary.start_time_since_epoch
-    if started is not None and 0 <= started < 4e15:
-        text += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return f"{text}. All numbers but those of the last part are of the whole recording."
-
-
-def _notes(summary: TimelineSummary) -> list[str]:
-    if not summary.dropped:
-        return []
-    reasons = ", ".join(f"{number(count)} x {reason}" for reason, count in summary.dropped.items())
-    return [f"Not used, of {number(summary.events)} events: {reasons}."]
-
-
-def _steps_per_point(summary: TimelineSummary) -> str:
-    count = 0 if summary.steps is None else len(summary.steps.durations)
-    return "" if count <= POINTS else str(math.ceil(count / POINTS))
 
 
 def _tensor_row(one: TensorSummary, groups: list[int]) -> dict[str, Any]:
@@ -223,50 +214,222 @@ def _binned(values: Floats, weights: Floats | None = None) -> Counter[int]:
     return Counter({int(bin_): round(float(sums[bin_])) for bin_ in np.unique(numbers)})
 
 
-def _exchange_note(every: Exchanges) -> str:
-    text = "Exchanges between ranks; a fused batch counts once, with the bytes of all its tensors."
-    unknown = int(np.isnan(every.bytes).sum())
-    if unknown:
-        text += f" The size of {number(unknown)} is not in the file; they are in the last figure only."
-    return text
-
-
 def _skew_rows(skew: Skew) -> dict[str, Any]:
     ranks = sorted(skew.ranks, key=lambda one: -one.last)
     rows = [
         (str(one.rank), number(one.last), _ms(one.late.p50), _ms(one.late.p99), _ms(one.late.max))
-        for one in ranks[:RANKS]
+        for one in ranks[:_RANKS]
     ]
     return {
         "operations": number(skew.operations),
         "spread": duration_text(skew.spread.p50),
         "together": duration_text(TOGETHER),
         "rows": rows,
-        "left_out": max(0, len(ranks) - RANKS),
+        "left_out": max(0, len(ranks) - _RANKS),
     }
 
 
-def _lane_note(lanes: Lanes) -> str:
+@dataclass(frozen=True)
+class Lanes:
+    """The operations of a window, in the order in which they began; times in microseconds.
+
+    Attributes:
+        origin: when the recording began, from which people count.
+        first, last: the window that was asked for.
+        chosen: in words, which part of the recording it is.
+        shown_until: up to where it is complete: ``last``, or less where it holds too many operations.
+        total: how many operations touch the window.
+        operations: those that are kept.
+        cycles: when cycles started in it; not all where there are very many.
+        steps: number and start of the steps that start in it.
+    """
+
+    origin: float
+    first: float
+    last: float
+    chosen: str
+    shown_until: float
+    total: int
+    operations: list[Operation]
+    cycles: list[float]
+    steps: list[tuple[int, float]]
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors, in the order in which they first appear."""
+        return list(dict.fromkeys(operation.tensor for operation in self.operations))
+
+
+def _choose_window(
+    summary: TimelineSummary, since: float | None, until: float | None, step: int | None
+) -> tuple[float, float, str]:
+    """The start and the end of the part to draw, in microseconds, and in words which part that is.
+
+    Args:
+        summary: of the whole recording.
+        since, until: seconds since the first event of the recording.
+        step: a training step, from 0. Without any of the three: some steps of usual length, or everything.
+    Raises:
+        InvalidArgumentError: there is no such step, or ``since`` is not before ``until``.
+    """
+    begins = [] if summary.steps is None else summary.steps.begins.tolist()
+    begin, end = summary.origin + summary.since, summary.origin + summary.until + 1.0
+    if step is not None:
+        if since is not None or until is not None:
+            raise InvalidArgumentError(
+                f"step is {step} and since or until is given too; expected either a step or a part in seconds."
+            )
+        return *step_window(begins, step, end), f"step {step}"
+    if since is not None or until is not None:
+        first = begin if since is None else summary.origin + since * 1e6
+        last = end if until is None else summary.origin + until * 1e6
+        if not (math.isfinite(first) and math.isfinite(last) and first < last):
+            raise InvalidArgumentError(
+                f"since is {since} and until {until}; expected since before until, in seconds since the first event. "
+                f"The recording has operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
+            )
+        return first, last, "the part that was asked for"
+    if summary.steps is None or summary.steps.duration is None or len(begins) < 3:
+        return begin, end, "the whole recording"
+    # the first run of steps after the first step that takes about as long as usual, or the nearest to that
+    durations, usual = summary.steps.durations, summary.steps.duration.p50
+    count = min(_STEPS, len(durations) - 1)
+    away = np.abs(np.convolve(durations[1:], np.ones(count), "valid") - count * usual)
+    near = np.flatnonzero(away <= 0.02 * count * usual)
+    start = 1 + int(near[0] if len(near) else away.argmin())
+    stop = start + count
+    steps = f"step {start}" if stop == start + 1 else f"steps {start} to {stop - 1}"
+    return begins[start], begins[stop], f"{steps}, of usual length"
+
+
+def _collect_lanes(
+    recording: Recording, window: tuple[float, float, str], summary: TimelineSummary, limit: int
+) -> Lanes:
+    """Reads the recording once and keeps the operations of the window: the earliest ones where there are too many.
+
+    Args:
+        recording: read as a stream; at most twice ``limit`` operations are in memory.
+        window: of ``_choose_window``.
+        summary: for the starts of the steps.
+        limit: number of operations to keep, at least 1.
+    """
+    first, last, chosen = window
+    kept: list[Operation] = []
+    cycles: list[float] = []
+    total = 0
+    cut = math.inf
+    for batch in _up_to(recording, last, summary):
+        for item in batch:
+            if isinstance(item, CycleMark):
+                if first <= item.time <= last and len(cycles) < _CYCLES:
+                    cycles.append(item.time)
+            elif item.begin < last and item.end >= first:
+                total += 1
+                if item.begin < cut:
+                    kept.append(item)
+        if len(kept) > 2 * limit:
+            cut = min(cut, _earliest(kept, limit))
+    cut = min(cut, _earliest(kept, limit)) if len(kept) > limit else cut
+    steps = [] if summary.steps is None else summary.steps.begins.tolist()
+    return Lanes(
+        origin=summary.origin,
+        first=first,
+        last=last,
+        chosen=chosen,
+        shown_until=min(last, max(cut, first)),
+        total=total,
+        operations=sorted(kept, key=lambda operation: operation.begin),
+        cycles=cycles,
+        steps=[(index, begin) for index, begin in enumerate(steps) if first <= begin <= last],
+    )
+
+
+def _up_to(recording: Recording, last: float, summary: TimelineSummary) -> Iterator[list[Operation | CycleMark]]:
+    """The recording up to where no operation can follow that began before ``last``: the file is in order of time."""
+    longest = max((one.phases["whole"].max for one in summary.tensors if "whole" in one.phases), default=0.0)
+    for batch in recording.batches():
+        yield batch
+        ends = (item.end for item in reversed(batch) if isinstance(item, Operation))
+        if next(ends, 0.0) > last + longest + _SLACK:
+            return
+
+
+def _earliest(operations: list[Operation], limit: int) -> float:
+    """Keeps the operations that began first; returns when the first one began that is given up."""
+    operations.sort(key=lambda operation: operation.begin)
+    given_up = operations[limit].begin
+    del operations[limit:]
+    return given_up
+
+
+def _lane_data(lanes: Lanes) -> dict[str, Any]:
+    """What the script of the page draws: numbers and names only; times in microseconds since ``first``.
+
+    An operation is [lane, kind, begin, end of negotiation or null, start, end, bytes or null, [phase, start, end, ...],
+    last rank or null, its lateness].
+    """
+    names = lanes.names
+    lane_of = {name: index for index, name in enumerate(names)}
+    words: dict[str, int] = {}
+    first = lanes.first
+
+    def word(text: str) -> int:
+        return words.setdefault(shown_name(text), len(words))
+
+    def after(time: float) -> float:
+        return round(time - first, 1)
+
+    operations = []
+    for operation in lanes.operations:
+        phases: list[float] = []
+        for phase in sorted(operation.phases[:_PHASES], key=lambda one: one.start):
+            phases += (word(phase.name), after(phase.start), after(phase.end))
+        late = sorted(operation.ticks.items(), key=lambda tick: tick[1])[-_TICKS:]
+        operations.append(
+            [
+                lane_of[operation.tensor],
+                word(operation.kind),
+                after(operation.begin),
+                None if operation.negotiate_end is None else after(operation.negotiate_end),
+                after(operation.start),
+                after(operation.end),
+                operation.bytes,
+                phases,
+                late[-1][0] if len(late) > 1 else None,
+                round(late[-1][1] - late[0][1], 1) if len(late) > 1 else 0,
+            ]
+        )
+    return {
+        "origin": round(first - lanes.origin, 1),
+        "length": round(max(lanes.shown_until - first, 1.0), 1),
+        "lanes": [shown_name(name) for name in names],
+        "words": list(words),
+        "groups": [GROUPS.index(group_of(text)) for text in words],
+        "operations": operations,
+        "cycles": [after(time) for time in lanes.cycles if time <= lanes.shown_until],
+        "steps": [[number, after(begin)] for number, begin in lanes.steps if begin <= lanes.shown_until],
+    }
+
+
+def _lane_words(lanes: Lanes) -> dict[str, Any]:
+    """What the page says of the part that it shows operation by operation."""
     since, until = ((time - lanes.origin) / 1e6 for time in (lanes.first, lanes.shown_until))
-    return (
-        f"{lanes.chosen[:1].upper()}{lanes.chosen[1:]}: {since:.6f} to {until:.6f} s of the recording, "
-        f"{number(len(lanes.operations))} operations on {number(len(lanes.names))} tensors. One lane per tensor; grey "
-        "is time of an operation outside of its phases."
-    )
-
-
-def _lane_left_out(lanes: Lanes) -> str:
-    if not lanes.left_out:
-        return ""
-    return (
-        f"this part has {number(lanes.total)} operations, of which the page holds the first "
-        f"{number(len(lanes.operations))}; it ends before {(lanes.last - lanes.origin) / 1e6:.6f} s, where the part "
-        "does. Choose a smaller part with --step, --since and --until, or hold more with --operations."
-    )
-
-
-def _lane_groups(lanes: Lanes) -> list[tuple[int, str]]:
-    seen = {group_of(phase.name) for operation in lanes.operations for phase in operation.phases}
+    count, tensors = number(len(lanes.operations)), number(len(lanes.names))
+    left_out = ""
+    if lanes.total > len(lanes.operations):
+        left_out = (
+            f"this part has {number(lanes.total)} operations, of which the page holds the first {count}; it ends "
+            f"before {(lanes.last - lanes.origin) / 1e6:.6f} s, where the part does. Choose a smaller part with "
+            "--step, --since and --until, or hold more with --operations."
+        )
+    groups = {group_of(phase.name) for operation in lanes.operations for phase in operation.phases}
     if any(operation.negotiate_end is not None for operation in lanes.operations):
-        seen.add("negotiate")
-    return [(index, group) for index, group in enumerate(GROUPS) if group in seen]
+        groups.add("negotiate")
+    return {
+        "lane_note": f"{lanes.chosen[:1].upper()}{lanes.chosen[1:]}: {since:.6f} to {until:.6f} s of the recording, "
+        f"{count} operations on {tensors} tensors. One lane per tensor; grey is time of an operation outside of its "
+        "phases.",
+        "lane_left_out": left_out,
+        "lane_label": f"{count} operations of {tensors} tensors, {lanes.chosen}.",
+        "lane_groups": [(index, group) for index, group in enumerate(GROUPS) if group in groups],
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hvdkit.common.causes import Cause, dearest_first, verdict
@@ -66,11 +66,11 @@ def page(summary: TimelineSummary, top: int) -> Page:
     """
     found: list[Table | str] = [*verdict(causes(summary), otherwise(summary)), ""]
     found += [f"{label:<16}{text}" for label, text in lines(summary)]
-    found.append(_table("kind", summary.kinds, [kind.kind for kind in summary.kinds]))
+    found.append(_table("kind", summary.kinds, lambda one: one.kind))
     if top:
         tensors = summary.tensors[:top]
         title = f"tensor ({len(tensors)} of {len(summary.tensors)})"
-        found.append(_table(title, tensors, [shortened(tensor.tensor, _NAME) for tensor in tensors]))
+        found.append(_table(title, tensors, lambda one: shortened(one.tensor, _NAME)))
     found.append("each phase: median / 99th percentile in ms; bytes: of the largest operation")
     return Page(found)
 
@@ -161,15 +161,18 @@ def _three(part: Distribution) -> str:
     )
 
 
-def _table(title: str, rows: Sequence[TensorSummary], names: Sequence[str]) -> Table:
-    groups = [group for group in (*GROUPS, "whole") if any(group in row.phases for row in rows)]
-    lines = [
-        [name, row.count, "?" if row.bytes is None else bytes_text(row.bytes), *(_cell(row, group) for group in groups)]
-        for row, name in zip(rows, names, strict=True)
-    ]
-    return Table("", (title, "count", "bytes", *groups), lines, left=(title,))
+def _table(title: str, rows: Sequence[TensorSummary], name: Callable[[TensorSummary], str]) -> Table:
+    def phase(group: str) -> Callable[[TensorSummary], str]:
+        def cell(one: TensorSummary) -> str:
+            part = one.phases.get(group)
+            return "" if part is None else f"{part.p50 / 1000:.3g} / {part.p99 / 1000:.3g}"
 
+        return cell
 
-def _cell(row: TensorSummary, group: str) -> str:
-    part = row.phases.get(group)
-    return "" if part is None else f"{part.p50 / 1000:.3g} / {part.p99 / 1000:.3g}"
+    cells: dict[str, Callable[[TensorSummary], object]] = {
+        title: name,
+        "count": lambda one: one.count,
+        "bytes": lambda one: "?" if one.bytes is None else bytes_text(one.bytes),
+    }
+    cells |= {group: phase(group) for group in (*GROUPS, "whole") if any(group in one.phases for one in rows)}
+    return Table.of(rows, cells)

@@ -7,12 +7,11 @@ from typing import Any
 
 import click
 
-from hvdkit.common import render
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, group_of, print_any_name, with_options
 from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.reader import read
-from hvdkit.read.timeline.report import OPERATIONS, TENSORS, render_report
+from hvdkit.read.timeline.show import OPERATIONS, TENSORS
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
 SUBCOMMANDS = {
@@ -121,6 +120,9 @@ def report(file: Path, output: Path, **shown: Any) -> int:
 
     Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
     """
+    from hvdkit.common import render  # needs the extra
+    from hvdkit.read.timeline.report import render_report
+
     recording = read(file)
     render.write(output, lambda: render_report(recording, **shown), file)
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")

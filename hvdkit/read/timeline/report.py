@@ -30,12 +30,9 @@ from hvdkit.read.timeline.measures import Distribution, Floats, step_window
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.show import OPERATIONS, TENSORS
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
-OPERATIONS = 3000
-"""How many operations a page holds when nothing else is said: about 450 kB."""
-TENSORS = 20
-"""How many tensors it lists when nothing else is said."""
 _RANKS = 32
 """How many ranks are listed."""
 _POINTS = 400

@@ -15,6 +15,10 @@ from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.results import Bandwidth, Batches, Skew, Steps, TensorSummary, TimelineSummary
 
 _NAME = 40
+OPERATIONS = 3000
+"""How many operations the page of a report holds when nothing else is said: about 450 kB."""
+TENSORS = 20
+"""How many tensors it lists when nothing else is said."""
 NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
 """What is said about ranks where nothing in the recording says which one was late."""
 

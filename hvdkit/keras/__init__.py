@@ -33,7 +33,7 @@ except ImportError as error:
 if int(keras.__version__.split(".")[0]) < 3:
     raise MissingFrameworkError(f"hvdkit.keras needs Keras 3, found {keras.__version__}; run `pip install 'keras>=3'`.")
 
-from hvdkit.common import keras_optimizer
+from hvdkit.bindings import keras_optimizer
 from hvdkit.keras import data as keras_data
 from hvdkit.keras import device, state
 from hvdkit.keras import optimizer as averaging

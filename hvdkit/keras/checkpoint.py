@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from hvdkit import __version__
-from hvdkit.common.keras_optimizer import taking_part
+from hvdkit.bindings.keras_optimizer import taking_part
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras import random_state, seeds, state
 from hvdkit.keras import schedule as keras_schedule

@@ -235,7 +235,7 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def tf_dataset(self, plan: Callable[[], list[Batch]] | None = None) -> Any:
         """The same batches made by ``tf.data``, for Keras' tensorflow backend: a pass in each iteration."""
-        from hvdkit.common.tf_samples import untuned
+        from hvdkit.bindings.tf_samples import untuned
         from hvdkit.tensorflow import rows
 
         floatx = keras.config.floatx()
@@ -375,13 +375,13 @@ def is_tf_data(dataset: Any) -> bool:
 
 
 def streams() -> Any:
-    """``hvdkit.common.tf_streams``.
+    """``hvdkit.bindings.tf_streams``.
 
     Raises:
         MissingFrameworkError: there is no TensorFlow, which other backends can do without.
     """
     try:
-        return importlib.import_module("hvdkit.common.tf_streams")
+        return importlib.import_module("hvdkit.bindings.tf_streams")
     except ImportError as error:
         raise MissingFrameworkError(
             "a tf.data.Dataset needs TensorFlow, which cannot be imported; run `pip install tensorflow`."

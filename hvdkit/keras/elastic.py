@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.common.keras_optimizer import require_slots
+from hvdkit.bindings.keras_optimizer import require_slots
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state as keras_state

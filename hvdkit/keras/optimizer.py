@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdkit.common import keras_optimizer
+from hvdkit.bindings import keras_optimizer
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.transport import TRANSPORT

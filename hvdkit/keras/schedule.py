@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hvdkit.common.keras_optimizer import by_name, inner_optimizers, require_keras_3, shown
+from hvdkit.bindings.keras_optimizer import by_name, inner_optimizers, require_keras_3, shown
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.data import trained_on

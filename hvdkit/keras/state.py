@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
+from hvdkit.bindings.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics, untrained
@@ -140,9 +140,9 @@ def untrained_state(model: Any, suspects: Collection[str]) -> untrained.Seen:
     frozen = len([one for one in variables if id(one) not in kept])
     variables.sort(key=lambda one: id(one) in kept)
     if keras.backend.backend() == "tensorflow":
-        from hvdkit.common import tf_variables  # loads TensorFlow
+        from hvdkit.tensorflow.variables import beside_keras  # loads TensorFlow
 
-        variables += tf_variables.beside_keras(model)
+        variables += beside_keras(model)
     rows = [f"{layout(one)} number {place}" for place, one in enumerate(variables)]
     values = {
         row: (value_of(one).astype(np.float64), _rounding_of(one))

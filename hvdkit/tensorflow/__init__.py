@@ -34,7 +34,7 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit.common import tf_streams as streams
+from hvdkit.bindings import tf_streams as streams
 from hvdkit.tensorflow import data, device, divergence, marks, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
@@ -182,7 +182,7 @@ def distribute(
         raise InvalidArgumentError("this tape is distributed already; call distribute once.")
     averaging.expect_steps()
     if not isinstance(tape_or_optimizer, tf.GradientTape):
-        from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
+        from hvdkit.bindings import keras_optimizer  # loads Keras, which a tape does not need
 
         marks.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)

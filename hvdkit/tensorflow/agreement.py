@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdkit.common.tf_variables import native
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow import seeds, state
 from hvdkit.tensorflow.batch_norm import local_statistics
 from hvdkit.tensorflow.data import require_sharded
+from hvdkit.tensorflow.variables import native
 
 _CHUNK = 4 * agreement.CHUNK  # words mixed at once: on a GPU fewer operations count more than a CPU's cache
 _WORDS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import __version__
-from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
@@ -20,6 +19,7 @@ from hvdkit.steps.resume import ModelCheckpoints
 from hvdkit.tensorflow import random_state, seeds, state
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
+from hvdkit.tensorflow.variables import canonical_name, native
 
 _TRAINED = "trained.npy"  # which variables each of several optimizers has slots for
 
@@ -80,7 +80,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
         if optimizer is not None:
             _write_variables(directory / "optimizer", _keyed_slots(optimizer, model))
             if len(optimizer) > 1:
-                from hvdkit.common.keras_optimizer import trained_variables
+                from hvdkit.bindings.keras_optimizer import trained_variables
 
                 np.save(directory / _TRAINED, trained_variables(optimizer, variables), allow_pickle=False)
 
@@ -90,7 +90,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
         values = _read_variables(directory / "model", _keyed(variables), type(model).__name__)
         if optimizer is not None:
             if (directory / _TRAINED).exists():
-                from hvdkit.common.keras_optimizer import make_slots
+                from hvdkit.bindings.keras_optimizer import make_slots
 
                 make_slots(optimizer, variables, np.load(directory / _TRAINED, allow_pickle=False))
             kinds = " and ".join(type(one).__name__ for one in optimizer.values())

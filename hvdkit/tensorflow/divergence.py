@@ -13,9 +13,9 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.steps import agreement, divergence
 from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.tensorflow.variables import canonical_name, native
 
 _FIRST = 8
 """Of the exchanges that are compared: Horovod's recipes broadcast after a step, which may exchange more than once."""

@@ -18,12 +18,12 @@ import tensorflow as tf
 from horovod.common.elastic import State
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdkit.common.tf_variables import native
 from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.tensorflow import divergence
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
 from hvdkit.tensorflow.state import RANKS, broadcast_variables, by_name, model_variables, optimizer_variables
+from hvdkit.tensorflow.variables import native
 
 _LOST = (tf.errors.UnknownError, tf.errors.InternalError, tf.errors.AbortedError, tf.errors.CancelledError)
 # An operation of Horovod by its type, by its name or by its text; not a file of Horovod in the stack of another one.
@@ -61,7 +61,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self.model, self.optimizer = model, optimizer
         self._optimizers = by_name(optimizer)
         if len(self._optimizers) > 1:
-            from hvdkit.common.keras_optimizer import require_slots  # loads Keras
+            from hvdkit.bindings.keras_optimizer import require_slots  # loads Keras
 
             require_slots(self._optimizers, "ElasticState")
         self._variables = [native(one) for one in (*model_variables(model), *optimizer_variables(optimizer, model))]

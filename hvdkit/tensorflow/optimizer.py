@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
@@ -25,6 +24,7 @@ from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import marks
 from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
+from hvdkit.tensorflow.variables import canonical_name, native
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_functions import Flattened, MappedByTwo, traced
+from hvdkit.bindings.tf_functions import Flattened, MappedByTwo, traced
 from hvdkit.steps.shards import Batch
 
 LARGE, SMALL = 16 * 1024, 256 * 2**20

@@ -9,11 +9,11 @@ from weakref import WeakSet
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.common.tf_variables import beside_keras, canonical_name, native
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.tensorflow import seeds
+from hvdkit.tensorflow.variables import beside_keras, canonical_name, native
 
 RANKS = OverHorovod(hvd, tf.constant)
 _COUNTED: WeakSet[Any] = WeakSet()
@@ -109,7 +109,7 @@ def by_name(optimizer: Any) -> dict[str, Any]:
     """
     if optimizer is None:
         return {}
-    from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
+    from hvdkit.bindings import keras_optimizer  # loads Keras, which a tape does not need
 
     named = keras_optimizer.by_name(optimizer)
     for one in named.values():
@@ -162,14 +162,14 @@ def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
     variables = model_variables(model)
     if len(optimizers := by_name(optimizer)) > 1:
-        from hvdkit.common.keras_optimizer import make_slots, trained_variables
+        from hvdkit.bindings.keras_optimizer import make_slots, trained_variables
 
         mine = trained_variables(optimizers, variables)
         make_slots(optimizers, variables, RANKS.gather(mine, "hvdkit.trained")[root])
     variables += optimizer_variables(optimizers, model)
     rows = [layout(variable) for variable in variables]
     if optimizers:
-        from hvdkit.common.keras_optimizer import distributed_rows
+        from hvdkit.bindings.keras_optimizer import distributed_rows
 
         rows += distributed_rows(optimizers)
     agreement.require_same_rows(RANKS, rows)

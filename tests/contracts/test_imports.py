@@ -27,8 +27,9 @@ BELOW = {
     "common": {"top", "errors", "steps"},
     "torch": {"top", "errors", "steps"},
     "arrays": {"top", "errors", "steps"},
-    "tensorflow": {"top", "errors", "steps", "common"},
-    "keras": {"top", "errors", "steps", "common", "tensorflow"},
+    "bindings": {"top", "errors", "steps"},
+    "tensorflow": {"top", "errors", "steps", "bindings"},
+    "keras": {"top", "errors", "steps", "bindings", "tensorflow"},
     "datasets": {"top", "errors", "steps", "common"},
     "flags": {"top", "errors", "steps", "datasets"},
     "synthetic": {"top", "errors", "steps", "common", "torch", "tensorflow", "keras"},
@@ -40,11 +41,6 @@ BELOW = {
     "__main__": {"cli"},
 }
 """What each room may import; nothing upward, no circle."""
-LIE_BELOW_ADAPTERS = {
-    f"hvdkit.common.{name}"
-    for name in ("keras_optimizer", "tf_functions", "tf_pass", "tf_samples", "tf_streams", "tf_variables")
-}
-"""Import Keras or TensorFlow: hvdkit.keras and hvdkit.tensorflow stand on them, and no tool does."""
 
 
 def name_of(path: Path) -> str:
@@ -108,7 +104,7 @@ def command_of(module: str) -> str:
 def test_the_package_is_one_look():
     """What is at the top: the house's rooms, and at most six modules."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == {"steps", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
+    assert rooms == {"steps", "bindings", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     assert {room_of(name) for name in NAMES} == set(BELOW), "every room has a row in BELOW, and every row a room"
 
@@ -119,19 +115,8 @@ def test_imports_flow_down():
         room = room_of(name_of(path))
         rooms = {room_of(name) for name in hvdkit_modules(imported(path, at_import_time=False))}
         upward[name_of(path)] = rooms - {room} - BELOW[room]
-    assert len(upward) > 300
+    assert len(upward) > 200
     assert not {module: rooms for module, rooms in upward.items() if rooms}
-
-
-def test_no_tool_stands_on_an_adapters_inside():
-    assert LIE_BELOW_ADAPTERS <= NAMES
-    users = {
-        room_of(name_of(path))
-        for path in MODULES
-        if name_of(path) not in LIE_BELOW_ADAPTERS
-        and LIE_BELOW_ADAPTERS & hvdkit_modules(imported(path, at_import_time=False))
-    }
-    assert users == {"keras", "tensorflow"}
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -150,12 +135,8 @@ def test_no_circle_among_the_commands_of_a_floor(floor):
     assert not left, f"circle among {sorted(left)}"
 
 
-BESIDE_FRAMEWORKS = (*ADAPTERS, "synthetic")
-TOOLS = [
-    path
-    for path in MODULES
-    if room_of(name_of(path)) not in BESIDE_FRAMEWORKS and name_of(path) not in LIE_BELOW_ADAPTERS
-]
+BESIDE_FRAMEWORKS = (*ADAPTERS, "bindings", "synthetic")
+TOOLS = [path for path in MODULES if room_of(name_of(path)) not in BESIDE_FRAMEWORKS]
 
 
 def test_only_adapters_import_a_framework_at_import_time():

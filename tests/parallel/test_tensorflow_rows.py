@@ -41,7 +41,7 @@ def test_rows_are_those_of_the_arrays(hk, world, everyone, tmp_path, where):
 def test_slices_of_tensors_are_arrays_whatever_their_size(hk, world, everyone):
     import tensorflow as tf
 
-    from hvdkit.common import tf_streams
+    from hvdkit.bindings import tf_streams
     from hvdkit.steps.streams import StreamInEpochs
 
     slices = tf.data.Dataset.from_tensor_slices(({"x": np.arange(SAMPLES)}, np.zeros((SAMPLES, 2))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdkit.common.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
+from hvdkit.bindings.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import seeds, state
 from hvdkit.keras.optimizer import meant_by
@@ -120,9 +120,9 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
     variables += state.optimizer_variables(optimizers, model)
     if world.size > 1:
         if keras.backend.backend() == "tensorflow":
-            from hvdkit.common import tf_variables  # loads TensorFlow
+            from hvdkit.tensorflow.variables import beside_keras  # loads TensorFlow
 
-            variables += tf_variables.beside_keras(model)
+            variables += beside_keras(model)
         agreement.require_same_rows(TRANSPORT, [*map(state.layout, variables), *distributed_rows(optimizers)])
         TRANSPORT.broadcast_variables(variables, state.value_of, root)
     seeds.move_to_own_stream(model)

@@ -26,7 +26,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.common.keras_optimizer import require_keras_3, taking_part
+from hvdkit.bindings.keras_optimizer import require_keras_3, taking_part
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import monitor, state

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.common.keras_optimizer import is_distributed, move_to_loss_scale, shown
+from hvdkit.bindings.keras_optimizer import is_distributed, move_to_loss_scale, shown
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.optimizer import distribute, held_by, made_by_compile

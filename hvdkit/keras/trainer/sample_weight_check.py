@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 
-from hvdkit.common.keras_optimizer import is_distributed, is_under_a_distributed_one
+from hvdkit.bindings.keras_optimizer import is_distributed, is_under_a_distributed_one
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import Reduce
+from hvdkit.bindings.keras_optimizer import Reduce
 from hvdkit.steps.collectives import Collectives, Words
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.streams import Total

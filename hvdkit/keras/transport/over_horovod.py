@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import Reduce
+from hvdkit.bindings.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import passes, starting, step_times, torch_tensors
@@ -98,7 +98,7 @@ class OverTensorflow(HorovodTransport):
         return background_allgather(words, name)
 
     def total(self, name: str) -> Total:
-        from hvdkit.common import tf_streams
+        from hvdkit.bindings import tf_streams
 
         return tf_streams.total(self.hvd, name)
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import Reduce
+from hvdkit.bindings.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming

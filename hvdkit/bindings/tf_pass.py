@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_functions import Mapped, traced
-from hvdkit.common.tf_samples import CountedIterator, of_one_shape
+from hvdkit.bindings.tf_functions import Mapped, traced
+from hvdkit.bindings.tf_samples import CountedIterator, of_one_shape
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.passes import Pass
 from hvdkit.steps.streams import HEAD, StreamShare

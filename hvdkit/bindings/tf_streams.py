@@ -20,9 +20,17 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
-from hvdkit.common.tf_functions import Flattened, Mapped, Shuffled, traced
-from hvdkit.common.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
-from hvdkit.common.tf_samples import has_first, has_slices, held, in_memory, require_one_order, require_samples, untuned
+from hvdkit.bindings.tf_functions import Flattened, Mapped, Shuffled, traced
+from hvdkit.bindings.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
+from hvdkit.bindings.tf_samples import (
+    has_first,
+    has_slices,
+    held,
+    in_memory,
+    require_one_order,
+    require_samples,
+    untuned,
+)
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.same_data import require_same_data

@@ -20,6 +20,11 @@ Every message says what was received, what was expected and the fix. ``exit_code
 exits with: 2 for bad usage, 1 for everything else.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HvdkitError(Exception):
     """Base of every error that hvdkit raises on purpose."""
@@ -81,3 +86,34 @@ class InstallError(HvdkitError):
 
 class LaunchError(HvdkitError):
     """The processes of a job could not be started."""
+
+
+@contextmanager
+def of_extra(extra: str, purpose: str, otherwise: str = "") -> Iterator[None]:
+    """Around the imports of packages that come with an extra of hvdkit.
+
+    Args:
+        extra: its name in setup.cfg.
+        purpose: what needs which package, the beginning of a sentence: "--plot draws with Matplotlib".
+        otherwise: what else would do, the end of one: ", or draw an .svg".
+    Raises:
+        MissingFrameworkError: one of them cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingFrameworkError(
+            f"{purpose}, which is not installed; pip install 'hvdkit[{extra}]'{otherwise}."
+        ) from error
+
+
+def require_scipy(purpose: str) -> None:
+    """Say before anything runs that SciPy is missing.
+
+    Args:
+        purpose: what needs it, the beginning of a sentence: "hvdkit plan scale fits its model".
+    Raises:
+        MissingFrameworkError: it is not installed.
+    """
+    with of_extra("analysis", f"{purpose} with SciPy"):
+        import scipy  # noqa: F401

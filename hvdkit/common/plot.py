@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common.extras import of_extra
 from hvdkit.common.files import replacing
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, of_extra
 
 FORMATS = (".svg", ".png", ".pdf")
 SIZE = (7.2, 4.4)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import hvdkit
-from hvdkit.common.extras import of_extra
 from hvdkit.common.files import replacing
+from hvdkit.errors import of_extra
 
 with of_extra("report", "HTML reports and SVG plots need the package jinja2"):
     import jinja2

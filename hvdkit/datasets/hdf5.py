@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.extras import of_extra
 from hvdkit.common.files import complete_or_absent
 from hvdkit.datasets.hdf5_rows import Array, Reader, reader_of
 from hvdkit.datasets.readers import one_line as _line
-from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, HvdkitError, InvalidArgumentError
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, HvdkitError, InvalidArgumentError, of_extra
 from hvdkit.steps.numbers import whole
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

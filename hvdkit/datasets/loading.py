@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.extras import of_extra
 from hvdkit.datasets.download import fetch
 from hvdkit.datasets.readers import Arrays
 from hvdkit.datasets.sources import SOURCES, DataSource, FolderLayout
-from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError, of_extra
 from hvdkit.steps.numbers import whole
 
 NAMES = ("digits", *SOURCES, "synthetic")

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from hvdkit.common.signals import handled
+from hvdkit.common.programs import handled
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, placement, plan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from hvdkit.common.mpi_names import identify, same_family
+from hvdkit.common.programs import identify_mpi, same_mpi_family
 from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
 from hvdkit.prepare.doctor.finding import LEVELS, Found
@@ -320,11 +320,11 @@ def test_an_extension_for_the_only_framework_missing_is_an_error() -> None:
     ],
 )
 def test_an_mpi_is_known_by_its_version_text(text: str, expected: tuple[str, str]) -> None:
-    assert identify(text) == expected
+    assert identify_mpi(text) == expected
 
 
 def test_families_of_mpi() -> None:
-    assert same_family("Cray MPICH", "MPICH")
-    assert same_family("", "MPICH")
-    assert same_family("unknown MPI", "Open MPI")
-    assert not same_family("Open MPI", "Intel MPI")
+    assert same_mpi_family("Cray MPICH", "MPICH")
+    assert same_mpi_family("", "MPICH")
+    assert same_mpi_family("unknown MPI", "Open MPI")
+    assert not same_mpi_family("Open MPI", "Intel MPI")

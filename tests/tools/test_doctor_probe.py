@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from hvdkit.common import json_files
-from hvdkit.common.masked import without_host_name
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.finding import Found
+from hvdkit.prepare.doctor.masked import without_host_name
 from hvdkit.prepare.doctor.probe import gather, plain, run
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 

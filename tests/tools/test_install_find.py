@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.common import ask
+from hvdkit.common import programs
 from hvdkit.prepare.install import here
 from hvdkit.prepare.install.here import find_tensorflow, find_torch
 
@@ -145,7 +145,7 @@ def test_a_wrapper_that_does_not_end_is_passed_over_with_all_that_it_started(
             pass
 
     if "sleep" in mpicc:
-        monkeypatch.setattr(ask.threading, "Timer", Patience)
+        monkeypatch.setattr(programs.threading, "Timer", Patience)
     mpi_in(tmp_path / "broken", f"echo asked >> {tmp_path}/asked; {mpicc.format(note=note)}")
     found, others = here.find_mpi({"PATH": f"{tmp_path}/broken"}, tmp_path / "env")
     assert found is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdkit.common import masked
+from hvdkit.prepare.doctor import masked
 
 
 @pytest.mark.parametrize(

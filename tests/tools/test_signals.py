@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from hvdkit.common.signals import handled, signal_name
+from hvdkit.common.programs import handled, signal_name
 
 
 @pytest.fixture

@@ -23,9 +23,8 @@ from hvdkit.common.commands import (
     seconds_above_0,
     with_options,
 )
-from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import readable
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, require_scipy
 from hvdkit.measure.bench import laws, results
 from hvdkit.measure.bench.analysis import analyse
 from hvdkit.measure.bench.jobs import Jobs, go

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.extras import of_extra
 from hvdkit.common.intervals import resampled_medians
+from hvdkit.errors import of_extra
 from hvdkit.measure.plan.link import (
     ALPHA,
     DRAWS,

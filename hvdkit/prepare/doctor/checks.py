@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hvdkit.common.mpi_names import major, same_family
+from hvdkit.common.programs import major, same_mpi_family
 from hvdkit.common.units import count_text
 from hvdkit.prepare.doctor.facts import FRAMEWORKS, PACKAGES, DoctorFacts, Failure, MpiLibrary, Package
 from hvdkit.prepare.doctor.finding import Checks
@@ -326,7 +326,7 @@ def _drift_of_mpi(facts: DoctorFacts) -> Words:
     if library is None or built is None:
         return
     same = not (built.version and library.version) or major(built.version) == major(library.version)
-    if not (same and same_family(built.implementation, library.implementation)):
+    if not (same and same_mpi_family(built.implementation, library.implementation)):
         yield {"built": built, "library": library}
 
 
@@ -439,7 +439,7 @@ def _mpirun_of_another_mpi(facts: DoctorFacts) -> Words:
 
 
 def _fits(launcher: MpiLauncher, library: MpiLibrary) -> bool:
-    if not same_family(launcher.implementation, library.implementation):
+    if not same_mpi_family(launcher.implementation, library.implementation):
         return False
     comparable = launcher.implementation == library.implementation and launcher.version and library.version
     return not comparable or major(launcher.version) == major(library.version)

@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from hvdkit.common import masked
 from hvdkit.common.commands import JSON, time_limit
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import job as ranks
+from hvdkit.prepare.doctor import masked
 from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.finding import WIDEST, has_errors
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather

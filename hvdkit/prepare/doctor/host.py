@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.common import masked
-from hvdkit.common.ask import version
 from hvdkit.common.files import text_if_there
-from hvdkit.common.mpi_names import identify
+from hvdkit.common.programs import identify_mpi, version
+from hvdkit.prepare.doctor import masked
 
 _RELEVANT = (
     "HOROVOD_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS",
@@ -148,7 +147,7 @@ def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tu
         if candidate:
             found.setdefault(candidate, candidate in typed)
     return tuple(
-        MpiLauncher(path, first, *identify(version(Path(path), environ).text)) for path, first in found.items()
+        MpiLauncher(path, first, *identify_mpi(version(Path(path), environ).text)) for path, first in found.items()
     )
 
 

@@ -24,8 +24,8 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from hvdkit.common.ask import ask
 from hvdkit.common.json_files import Document
+from hvdkit.common.programs import ask
 from hvdkit.common.table import Page, Table, console
 from hvdkit.errors import LauncherError
 from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs

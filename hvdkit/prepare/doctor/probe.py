@@ -17,11 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hvdkit.common import masked
-from hvdkit.common.mpi_names import identify
-from hvdkit.common.signals import signal_name
+from hvdkit.common.programs import identify_mpi, signal_name
 from hvdkit.errors import HvdkitError, InstallError
-from hvdkit.prepare.doctor import host, inside, two_ranks
+from hvdkit.prepare.doctor import host, inside, masked, two_ranks
 from hvdkit.prepare.doctor.facts import FRAMEWORKS, Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
 from hvdkit.prepare.install.record import BuildRecord, read_record
 from hvdkit.steps import launchers
@@ -263,4 +261,4 @@ def _notes(horovod: str | None) -> tuple[BuildRecord | None, str | None, dict[st
 
 
 def _mpi_library(value: Mapping[str, str] | None) -> MpiLibrary | None:
-    return None if value is None else MpiLibrary(value["path"], *identify(value["text"]))
+    return None if value is None else MpiLibrary(value["path"], *identify_mpi(value["text"]))

@@ -16,7 +16,7 @@ import click
 
 from hvdkit.common import files
 from hvdkit.common.commands import PATH
-from hvdkit.common.signals import handled
+from hvdkit.common.programs import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.build import build_wheel

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hvdkit.common.signals import handled
+from hvdkit.common.programs import handled
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import RUNTIME_NEEDS, PythonFacts
 from hvdkit.prepare.install.here import distribution

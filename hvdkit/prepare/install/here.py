@@ -23,9 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common import mpi_names
-from hvdkit.common.ask import ask
 from hvdkit.common.files import text_if_there
+from hvdkit.common.programs import ask, identify_mpi
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import (
     BuildFacts,
@@ -413,7 +412,7 @@ def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
     wrapper = _MPICC_FOR.search(ask([str(mpicc), "-v"]).text)
     if match := wrapper or _MPICHVERSION.search(ask([str(mpicc.with_name("mpichversion"))]).text):
         return _family(match["name"], environ), match["version"]
-    name, version = mpi_names.identify(ask([str(mpicc.with_name("mpirun")), "--version"]).text)
+    name, version = identify_mpi(ask([str(mpicc.with_name("mpirun")), "--version"]).text)
     return (_family(name, environ), version) if name else (UNKNOWN, "")
 
 

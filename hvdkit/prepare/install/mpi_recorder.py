@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import hvdkit
-from hvdkit.common.ask import ask
+from hvdkit.common.programs import ask
 from hvdkit.errors import LaunchError
 from hvdkit.prepare.install.cache import Cache, DamagedError
 from hvdkit.prepare.install.here import find_mpi, identify

@@ -11,11 +11,10 @@ import msgspec
 import numpy as np
 
 from hvdkit.common import files, intervals
-from hvdkit.common.extras import require_scipy
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import change_text, duration_text, printable
-from hvdkit.errors import DataNotFoundError, InvalidArgumentError
+from hvdkit.errors import DataNotFoundError, InvalidArgumentError, require_scipy
 from hvdkit.read.diff import measured, sides
 from hvdkit.read.diff.sides import Side, Timings
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STEPS, TIMELINE, TRACE, find

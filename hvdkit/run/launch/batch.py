@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from hvdkit.common.ask import version
+from hvdkit.common.programs import version
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.model import BINDINGS, LauncherLine, Setting
 from hvdkit.run.launch.options import Request, words_of

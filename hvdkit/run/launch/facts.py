@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.common.ask import ask
+from hvdkit.common.programs import ask
 from hvdkit.errors import LaunchError
 from hvdkit.prepare.doctor.host import cpu_quota
 from hvdkit.prepare.install.record import horovod_directory, mpi_bin, read_record

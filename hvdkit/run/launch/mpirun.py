@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from hvdkit.common import ask, mpi_names
+from hvdkit.common import programs
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch.model import LauncherLine, LaunchFacts, Mpi, Setting
 from hvdkit.run.launch.options import Request
@@ -62,8 +62,8 @@ def identify(mpirun: Path, environment: Mapping[str, str]) -> Mpi:
     Raises:
         LaunchError: neither Open MPI's nor Hydra, or it cannot be run.
     """
-    answer = ask.version(mpirun, environment)
-    implementation, version = mpi_names.identify(answer.text)
+    answer = programs.version(mpirun, environment)
+    implementation, version = programs.identify_mpi(answer.text)
     numbers = re.match(r"\d+(\.\d+)*", version)
     if not answer.ok:
         raise LaunchError(f"{mpirun} does not work here: {answer.problem}; mend that, or use --launcher horovodrun.")

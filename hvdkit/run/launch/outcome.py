@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hvdkit.common.signals import signal_name
+from hvdkit.common.programs import signal_name
 from hvdkit.common.units import bytes_text
 from hvdkit.steps.ranks import name_ranks
 

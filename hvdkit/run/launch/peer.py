@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hvdkit.common.signals import handled
+from hvdkit.common.programs import handled
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.outcome import RankEnd
 from hvdkit.run.launch.stall import StallReports

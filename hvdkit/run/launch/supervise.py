@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, cast
 
-from hvdkit.common.signals import signal_name
+from hvdkit.common.programs import signal_name
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.facts import why_no_rank_starts
 from hvdkit.run.launch.model import LaunchPlan

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, seconds_above_0, with_options
-from hvdkit.common.extras import require_scipy
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, require_scipy
 from hvdkit.run import trials
 from hvdkit.run.launch import options
 from hvdkit.run.launch.tuned import MIB, Tuned

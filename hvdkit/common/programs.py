@@ -1,22 +1,46 @@
-"""Asks a program on this machine one question, such as its version."""
+"""Programs of this machine: what one answers when asked, which MPI it belongs to; and signals, handled for a while."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from types import FrameType
+from typing import IO, Any, cast
+
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 PATIENCE_SECONDS = 120
 """On a slow parallel file system a wrapper or a small compilation may take seconds; what takes longer is broken."""
 _VERSION_SECONDS = 30
 LONGEST = 1 << 20
 """Bytes of an answer; who says more is broken too."""
+_MPI_VERSIONS = (
+    ("Open MPI", r"^Open MPI v([\d.]+\w*)"),
+    ("Open MPI", r"\((?:Open MPI|OpenRTE)\) ([\d.]+\w*)"),
+    ("IBM Spectrum MPI", r"IBM Spectrum MPI\D*([\d.]*)"),
+    ("Intel MPI", r"Intel\(R\) MPI Library(?:.*Version)?\D*([\d.]*)"),
+    ("Cray MPICH", r"CRAY MPICH version ([\d.]+)"),
+    ("MVAPICH", r"MVAPICH2?\D* Version\s*:?\s*([\d.]+\w*)"),
+    ("MPICH", r"^MPICH Version\s*:\s*([\d.]+\w*)"),
+    ("MPICH", r"^HYDRA build details:\s*Version:\s*([\d.]+\w*)"),
+)
+"""Name -> pattern of MPI_Get_library_version's or ``mpirun --version``'s text; the first that is found counts."""
+_MPI_FAMILIES = {
+    "Open MPI": "Open MPI",
+    "IBM Spectrum MPI": "Open MPI",
+    "MPICH": "MPICH",
+    "Intel MPI": "MPICH",
+    "Cray MPICH": "MPICH",
+    "MVAPICH": "MPICH",
+}
+"""Implementations that share a way to tell a process its rank (PRRTE's PMIx, Hydra's PMI)."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +125,56 @@ def _hear(process: subprocess.Popen[bytes], stdin: bytes, seconds: float) -> tup
             raise
         finally:
             patience.cancel()
+
+
+def identify_mpi(text: str) -> tuple[str, str]:
+    """Implementation and version in a version text, ("", "") when it is not known.
+
+    >>> identify_mpi("Open MPI v5.0.11, package: Open MPI user@localhost Distribution")
+    ('Open MPI', '5.0.11')
+    """
+    for name, pattern in _MPI_VERSIONS:
+        found = re.search(pattern, text.strip(), re.MULTILINE)
+        if found:
+            return name, found.group(1).rstrip(".")
+    return "", ""
+
+
+def same_mpi_family(one: str, other: str) -> bool:
+    """Whether programs of one implementation know their rank when the other's launcher starts them.
+
+    True also when one of them is unknown: nothing can be said against it.
+    """
+    if one not in _MPI_FAMILIES or other not in _MPI_FAMILIES:
+        return True
+    return _MPI_FAMILIES[one] == _MPI_FAMILIES[other]
+
+
+def major(version: str) -> str:
+    """First number of a version: "5" of "5.0.11"."""
+    return version.partition(".")[0]
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM`` for 15; ``signal 34`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+    """Handle these signals within the block.
+
+    One that ends a process and is ignored stays ignored: ``nohup hvdkit launch ...`` outlives its terminal.
+    """
+    previous = {}
+    for number in numbers:
+        if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+            previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -22,8 +22,11 @@ exits with: 2 for bad usage, 1 for everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class HvdkitError(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.cli import run
-from hvdkit.common.drawing import LABEL, LONGEST_NAME
+from hvdkit.read.timeline.report import LABEL, LONGEST_NAME
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 image = pytest.importorskip("PIL.Image", reason="pillow is not installed (pip install pillow)")

@@ -88,7 +88,7 @@ class MpiLibrary:
 
     Attributes:
         path: real path of the shared library.
-        implementation: "Open MPI", "MPICH", ... (programs.py), or "" when unknown.
+        implementation: "Open MPI", "MPICH", ..., or "" when unknown.
         version: "5.0.11", or "" when unknown.
     """
 

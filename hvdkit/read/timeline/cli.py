@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, group_of, print_any_name, with_options
+from hvdkit.common.files import replacing
 from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.reader import read
@@ -120,10 +121,10 @@ def report(file: Path, output: Path, **shown: Any) -> int:
 
     Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
     """
-    from hvdkit.common import render  # needs the extra
-    from hvdkit.read.timeline.report import render_report
+    from hvdkit.read.timeline.report import render_report  # needs the extra
 
     recording = read(file)
-    render.write(output, lambda: render_report(recording, **shown), file)
+    with replacing(output, file) as page:
+        page.write(render_report(recording, **shown).encode("utf-8", "replace"))
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
     return 0

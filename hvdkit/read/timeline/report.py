@@ -6,23 +6,24 @@ any character that HTML could read, and a Content-Security-Policy allows the one
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdkit.common import render
+import hvdkit
 from hvdkit.common.causes import dearest_first
-from hvdkit.common.drawing import LABEL, number, shown_name
-from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable, shortened
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, of_extra
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
@@ -33,6 +34,13 @@ from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, T
 from hvdkit.read.timeline.show import OPERATIONS, TENSORS
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
+with of_extra("report", "HTML reports need the package jinja2"):
+    import jinja2
+
+LABEL = 34
+"""Characters of a name that fit beside a bar."""
+LONGEST_NAME = 1000
+"""Characters of a name that are kept at all."""
 _RANKS = 32
 """How many ranks are listed."""
 _POINTS = 400
@@ -88,7 +96,10 @@ def render_report(
             f"{summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
         )
     every = exchanges(columns, np.ones(len(columns.begin), np.bool_))
-    script = render.resource("hvdkit.read.timeline", "report.js")
+    templates = jinja2.PackageLoader("hvdkit.read.timeline")
+    page = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
+    folder = resources.files("hvdkit.read.timeline") / "templates"
+    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     histograms = _histograms(every)
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
@@ -96,24 +107,25 @@ def render_report(
     started = summary.start_time_since_epoch
     if started is not None and 0 <= started < 4e15:
         subtitle += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    dropped = ", ".join(f"{number(count)} x {reason}" for reason, count in summary.dropped.items())
+    dropped = ", ".join(f"{_number(count)} x {reason}" for reason, count in summary.dropped.items())
     steps = 0 if summary.steps is None else len(summary.steps.durations)
     exchange_note = "Exchanges between ranks; a fused batch counts once, with the bytes of all its tensors."
     if unknown := int(np.isnan(every.bytes).sum()):
-        exchange_note += f" The size of {number(unknown)} is not in the file; they are in the last figure only."
-    return render.page(
-        "hvdkit.read.timeline",
-        render.resource("hvdkit.read.timeline", "report.css"),
-        title=f"Timeline of {shown_name(Path(summary.path).name)}",
+        exchange_note += f" The size of {_number(unknown)} is not in the file; they are in the last figure only."
+    return page.get_template("report.html.j2").render(
+        version=hvdkit.__version__,
+        style=style,
+        style_hash=_content_hash(style),
+        title=f"Timeline of {_shown_name(Path(summary.path).name)}",
         subtitle=f"{subtitle}. All numbers but those of the last part are of the whole recording.",
         script=script,
-        script_hash=render.content_hash(script),
+        script_hash=_content_hash(script),
         facts=[
-            Fact(label.strip().capitalize(), *text.partition(", ")[::2])
+            (label.strip().capitalize(), *text.partition(", ")[::2])
             for label, text in show.lines(summary)
             if label not in ("rank skew", "dropped")
         ],
-        notes=[f"Not used, of {number(summary.events)} events: {dropped}."] if dropped else [],
+        notes=[f"Not used, of {_number(summary.events)} events: {dropped}."] if dropped else [],
         otherwise=otherwise(summary),
         findings=[
             {"sentence": printable(f"{one.sentence()} Seen: {one.evidence}."), "advice": printable(one.advice)}
@@ -133,7 +145,7 @@ def render_report(
             "groupNames": list(GROUPS),
             "lanes": _lane_data(lanes),
             "steps": None if summary.steps is None else _step_points(summary.steps),
-            "tensors": [[shortened(shown_name(one.tensor), LABEL), _group_times(one)] for one in tensors],
+            "tensors": [[shortened(_shown_name(one.tensor), LABEL), _group_times(one)] for one in tensors],
             "histograms": histograms,
         },
     )
@@ -173,18 +185,18 @@ def _tensor_row(one: TensorSummary, groups: list[int]) -> dict[str, Any]:
     parts: list[Distribution | None] = [one.phases.get(GROUPS[index]) for index in groups]
     parts.append(one.phases.get("whole"))
     return {
-        "name": shown_name(one.tensor),
-        "short": shortened(shown_name(one.tensor), LABEL),
+        "name": _shown_name(one.tensor),
+        "short": shortened(_shown_name(one.tensor), LABEL),
         "total": _ms(_phase_time(one)),
-        "kind": shown_name(one.kind),
-        "count": number(one.count),
+        "kind": _shown_name(one.kind),
+        "count": _number(one.count),
         "bytes": "unknown" if one.bytes is None else bytes_text(one.bytes),
         "cells": ["" if part is None else f"{_ms(part.p50)} / {_ms(part.p99)}" for part in parts],
     }
 
 
 def _ms(microseconds: float) -> str:
-    return number(round(microseconds, 1) / 1000)
+    return _number(round(microseconds, 1) / 1000)
 
 
 def _histograms(every: Exchanges) -> list[dict[str, Any]]:
@@ -214,11 +226,11 @@ def _binned(values: Floats, weights: Floats | None = None) -> Counter[int]:
 def _skew_rows(skew: Skew) -> dict[str, Any]:
     ranks = sorted(skew.ranks, key=lambda one: -one.last)
     rows = [
-        (str(one.rank), number(one.last), _ms(one.late.p50), _ms(one.late.p99), _ms(one.late.max))
+        (str(one.rank), _number(one.last), _ms(one.late.p50), _ms(one.late.p99), _ms(one.late.max))
         for one in ranks[:_RANKS]
     ]
     return {
-        "operations": number(skew.operations),
+        "operations": _number(skew.operations),
         "spread": duration_text(skew.spread.p50),
         "together": duration_text(TOGETHER),
         "rows": rows,
@@ -371,7 +383,7 @@ def _lane_data(lanes: Lanes) -> dict[str, Any]:
     first = lanes.first
 
     def word(text: str) -> int:
-        return words.setdefault(shown_name(text), len(words))
+        return words.setdefault(_shown_name(text), len(words))
 
     def after(time: float) -> float:
         return round(time - first, 1)
@@ -399,7 +411,7 @@ def _lane_data(lanes: Lanes) -> dict[str, Any]:
     return {
         "origin": round(first - lanes.origin, 1),
         "length": round(max(lanes.shown_until - first, 1.0), 1),
-        "lanes": [shown_name(name) for name in names],
+        "lanes": [_shown_name(name) for name in names],
         "words": list(words),
         "groups": [GROUPS.index(group_of(text)) for text in words],
         "operations": operations,
@@ -411,11 +423,11 @@ def _lane_data(lanes: Lanes) -> dict[str, Any]:
 def _lane_words(lanes: Lanes) -> dict[str, Any]:
     """What the page says of the part that it shows operation by operation."""
     since, until = ((time - lanes.origin) / 1e6 for time in (lanes.first, lanes.shown_until))
-    count, tensors = number(len(lanes.operations)), number(len(lanes.names))
+    count, tensors = _number(len(lanes.operations)), _number(len(lanes.names))
     left_out = ""
     if lanes.total > len(lanes.operations):
         left_out = (
-            f"this part has {number(lanes.total)} operations, of which the page holds the first {count}; it ends "
+            f"this part has {_number(lanes.total)} operations, of which the page holds the first {count}; it ends "
             f"before {(lanes.last - lanes.origin) / 1e6:.6f} s, where the part does. Choose a smaller part with "
             "--step, --since and --until, or hold more with --operations."
         )
@@ -430,3 +442,24 @@ def _lane_words(lanes: Lanes) -> dict[str, Any]:
         "lane_label": f"{count} operations of {tensors} tensors, {lanes.chosen}.",
         "lane_groups": [(index, group) for index, group in enumerate(GROUPS) if group in groups],
     }
+
+
+def _number(value: float) -> str:
+    """A number with three digits and no exponent; whole numbers from a thousand on with commas."""
+    if abs(value) >= 999.5:
+        return f"{value:,.0f}"
+    if value == int(value):
+        return str(int(value))
+    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _shown_name(name: str) -> str:
+    """A name from a file as it may appear on a page: of bounded length, no character that hides or turns text."""
+    return printable(shortened(name, LONGEST_NAME))
+
+
+def _content_hash(text: str) -> str:
+    """A script or style sheet as a Content-Security-Policy names it (W3C CSP Level 3, section 2.3.1)."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

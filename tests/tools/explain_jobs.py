@@ -48,7 +48,7 @@ class Job:
             asked = now + self.late[:, step]
             given = asked + self.input[:, step]
             ready = given + self.compute[:, step] + (self.first if step == 0 else 0)
-            now = np.full(ranks, ready.max() + self.exchange)
+            now = np.full(ranks, ready.max() + np.broadcast_to(self.exchange, steps)[step])
             for rank in range(ranks):
                 said = float(ready[rank]) if self.ready else None
                 # the wait of the first rank is in its own step: it asks for its next batch when the exchange is over

@@ -1,6 +1,7 @@
 """``hvdkit explain``: recorded and made-up jobs with one known cause each, and jobs with nothing wrong."""
 
 import gzip
+import itertools
 import json
 import sys
 import types
@@ -78,6 +79,128 @@ def test_a_planted_cause_is_the_one_and_its_cost_is_right(tmp_path, plant):
 @given(seed=st.integers(0, 10**6), ranks=st.integers(1, 8), noise=st.floats(0, 0.03))
 def test_nothing_is_found_where_nothing_is_wrong(tmp_path_factory, seed, ranks, noise):
     assert Job(ranks, seed=seed, noise=noise).told(tmp_path_factory.getbasetemp()).causes == []
+
+
+def jitter(job, most=0.012):
+    job.compute += job.rng.uniform(0, most, job.shape)
+
+
+@pytest.mark.parametrize(("ranks", "slow"), [(3, (2,)), (8, (2,)), (8, (4, 5, 6, 7))])
+def test_ranks_whose_steps_vary_are_not_blamed_beside_the_slow_ones(tmp_path, ranks, slow):
+    jobs = Job(ranks), Job(ranks)
+    for job in jobs:
+        jitter(job)
+        job.hosts = [rank // 4 for rank in range(ranks)]
+    jobs[0].compute[[*slow]] += 0.02
+    first, *further = jobs[0].told(tmp_path).causes
+    assert first.ranks == slow and not any(one.ranks for one in further)
+    assert STEPS * first.lost_s == pytest.approx(jobs[0].seconds() - jobs[1].seconds(), rel=0.1)
+
+
+def alone(job):
+    job.__init__(1)
+
+
+def nothing_said(job, ranks=2):
+    job.__init__(ranks)
+    job.ready = False
+
+
+def alone_growing(job):
+    nothing_said(job, 1)
+    job.compute *= 1 + np.arange(STEPS) / STEPS
+
+
+def alone_with_an_update_that_grows(job):
+    alone(job)
+    job.exchange = 0.002 + 0.02 * np.arange(STEPS) / STEPS
+
+
+def allreduce_that_grows(job):
+    job.exchange = 1e-4 + 0.008 * np.arange(STEPS) / STEPS
+
+
+def stall_without_ready(job):
+    nothing_said(job)
+    job.compute[:, 49::50] += 1.0
+
+
+def stall_of_one_alone(job):
+    alone(job)
+    job.compute[:, 49::50] += 1.0
+
+
+def stall_of_most(job):
+    job.__init__(8)
+    job.compute[:7, 49::50] += 1.0
+
+
+def stall_in_nine_steps(job):
+    job.__init__(2, steps=10)
+    job.compute[:, 6] += 0.5
+
+
+def first_steps_and_a_few_later(job):
+    job.compute[:, [*range(25), 60, 110, 160]] += 0.02
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "says", "not_says"),
+    [
+        (alone_growing, "growth", "Computation or update takes longer, more with every step.", "ranks"),
+        (alone_with_an_update_that_grows, "growth", "The update takes longer, more", "ranks"),
+        (allreduce_that_grows, "growth", "The allreduce takes longer, more with every step.", "recorded"),
+        (stall_without_ready, "stall", "Computation or allreduce takes longer every 50 steps", "network"),
+        (stall_of_one_alone, "stall", "The one rank stops every 50 steps for 1.0", "ranks"),
+        (stall_of_most, "stall", "Most ranks stop every 50 steps for 1", "all ranks"),
+        (stall_of_all, "stall", "4 of 195 steps, all ranks in the same ones", "ost ranks"),
+        (stall_in_nine_steps, "stall", "All ranks stop in 1 of 9 steps", "nan"),
+        (first_steps_and_a_few_later, "first-steps", "longer in the first 20 of 195 steps", "155"),
+        (late_now_and_then, "random-late", "Rank 1 is late in 23 of 195 steps.", "now and then"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_sentence_claims_no_more_than_was_recorded(tmp_path, plant, kind, says, not_says):
+    job = Job()
+    plant(job)
+    (cause,) = job.told(tmp_path).causes
+    said = f"{cause.what} {cause.evidence} {cause.advice}"
+    assert cause.kind == kind and says in said and not_says not in said
+
+
+def test_of_ranks_that_recorded_nothing_nothing_is_said(tmp_path):
+    job = Job(1)
+    input_everywhere(job)
+    job.exchange = 0.024
+    told = job.told(tmp_path, JobLaunch(4, "mpirun", 8, 4, 1, {}))
+    assert [one.what for one in told.causes] == ["Rank 0 waits for its input."]
+    assert told.untold == ["3 of 4 ranks recorded no steps; of these nothing is known."]
+
+
+def test_steps_after_the_end_of_the_shortest_recording_are_said_to_be_left_out(tmp_path):
+    job = Job()
+    job.compute[2, 100:] += 0.02
+    times = job.times()
+    times[3] = replace(times[3], steps=times[3].steps[:60])
+    assert "Rank 3 recorded 60 of 200 steps; what came later is not told." in step_causes.look(times, tmp_path).untold
+
+
+def test_a_validation_of_the_root_alone_shifts_no_steps(tmp_path):
+    job = Job()
+    pause_of_the_root(job)
+    job.exact = True
+    times = job.times()
+    steps = list(times[0].steps)
+    for at in range(len(steps) - 1, 0, -1):
+        if job.late[0, at]:
+            moments = steps[at - 1].arrived + np.linspace(0, 1, 41)
+            steps[at:at] = [Step(begin, begin, None, end) for begin, end in itertools.pairwise(moments.tolist())]
+    times[0] = replace(times[0], steps=tuple(steps))
+    told = step_causes.look(times, tmp_path)
+    (cause,) = told.causes
+    assert (cause.kind, cause.ranks, told.steps) == ("pause", (0,), 195) and told.untold == []
+    assert cause.lost_s == pytest.approx(0.02, rel=0.1)
+    assert sum(told.accounts.values()) == pytest.approx(job.seconds(), rel=1e-3)
 
 
 def test_of_two_slow_ranks_the_second_saves_nothing_before_the_first_is_mended(tmp_path):
@@ -280,6 +403,13 @@ def test_a_later_recording_says_why_the_rank_is_late(timeline_says, kind, ranks,
     said = timeline_says(job, cause("late", 0.5, (2,)), replace(cause(kind, 0.4, ranks), what=f"Again {kind}."))
     what = "Again input." if known == "input" else "late."
     assert [(one.kind, one.what, one.share) for one in said.causes] == [(known, what, 0.5)]
+
+
+def test_a_later_recording_of_another_rank_is_no_witness(timeline_says):
+    job = Job()
+    input_of_one(job)
+    (one,) = timeline_says(job, cause("late", 0.4, (3,))).causes
+    assert one.ranks == (2,) and "So says" not in one.evidence
 
 
 def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timeline_says):

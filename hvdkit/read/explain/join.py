@@ -126,8 +126,9 @@ class _Joined:
             cause = replace(cause, evidence=f"{place}: {cause.evidence}")
         timed = self._steps is not None and not any("gradients were there" in one for one in self._untold)
         for at, other in enumerate(self._causes):
+            others = bool(cause.ranks and other.ranks) and {*cause.ranks}.isdisjoint(other.ranks)
             late = cause.kind in LATE and other.kind in LATE and (timed or _same_delay(cause, other))
-            if late or cause.kind == other.kind:
+            if not others and (late or cause.kind == other.kind):
                 if other.kind == "late" != cause.kind and other.ranks == cause.ranks:  # and now it is known why
                     other = replace(other, kind=cause.kind, what=cause.what, advice=cause.advice)
                 if place not in other.evidence:

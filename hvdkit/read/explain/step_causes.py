@@ -17,7 +17,7 @@ import numpy as np
 from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.read.explain.results import JobLaunch
-from hvdkit.read.explain.step_table import PARTS, StepTable, table
+from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
 from hvdkit.steps import lateness
 from hvdkit.steps.lateness import Floats, When, doing, lower_median, named
 from hvdkit.steps.step_files import RankTimes
@@ -99,20 +99,23 @@ def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = N
     Raises:
         DataError: too few steps to tell anything.
     """
-    job = table(times, where)
+    job = table(times, where, None if launched is None else launched.ranks)
     untold = []
     if not job.ready and len(times) > 1:
         untold.append(
             "The ranks did not say when their gradients were there (hvdkit's distribute does), so that a rank that "
             "computes slower cannot be told from the exchange; record --timeline FILE --skew."
         )
-    expected = len(times) if launched is None else launched.ranks
-    if len(times) < expected:
-        untold.append(f"{expected - len(times)} of {expected} ranks recorded no steps; of these nothing is known.")
-    if len(times) == 1:
+    if len(times) < job.size:
+        untold.append(f"{job.size - len(times)} of {job.size} ranks recorded no steps; of these nothing is known.")
+    longest = max(job.recorded)
+    if early := [row for row, steps in enumerate(job.recorded) if steps < longest - LEAST]:
+        who, steps = named([job.numbers[row] for row in early], 0), max(job.recorded[row] for row in early)
+        untold.append(f"{who} recorded {steps} of {longest} steps; what came later is not told.")
+    if job.size == 1:
         untold.append("One rank alone waits for nobody, and exchanges nothing.")
     return StepCauses(
-        ranks=expected,
+        ranks=job.size,
         steps=job.steps,
         step_s=job.step_s,
         causes=[*_by_saving(job, launched), *_first_step(job)],
@@ -159,7 +162,8 @@ def _candidates(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candida
     if job.ready and len(job.numbers) > 1:
         share = job.exchange.sum() / job.total_s
         yield _Candidate(
-            "exchange", "The allreduce of gradients, and the update, come after the last rank is ready.",
+            "exchange",
+            f"The allreduce of gradients, and the update, come after the last {_recorded(job)}rank is ready.",
             f"{share_text(share)} of {_ms(job.step_s)} a step, on average",
             f"{SENTENCES['large-tensors'][1]} hvdkit launch --timeline FILE says what the time goes to.",
             _LEAST["exchange"], exchange=job.exchange,
@@ -176,10 +180,24 @@ def _slow(job: StepTable) -> Iterator[_Candidate]:
         rows = lateness.slow_ranks((values - lower_median(values)).mean(axis=1), 0.5 * _LEAST["late"] * job.step_s)
         if not rows or (part == "input" and _others_wait(values, rows)):
             continue
-        usual = lower_median(np.delete(values, rows, axis=0))
+        others = np.delete(values, rows, axis=0)
+        at = lateness.when(np.maximum(0.0, values[rows] - lower_median(others)).max(axis=0))
+        until = at.steps if at.kind == "first" else job.steps
         less = np.zeros(values.shape)
-        less[rows] = np.maximum(0.0, values[rows] - usual)
-        yield _late(job, part, rows, less, usual)
+        less[rows, :until] = _beyond(values[rows, :until], others[:, :until])
+        yield _late(job, part, rows, less, at)
+
+
+def _beyond(slow: Floats, others: Floats) -> Floats:
+    """By how much the steps of slow ranks are longer than those of the others: their shortest than the others', etc.
+
+    Compared in each step, a slow rank without its excess would be faster than all ranks whose steps vary by chance.
+    """
+    order = np.argsort(slow, axis=1)
+    beyond = np.maximum(0.0, np.sort(slow, axis=1) - lower_median(np.sort(others, axis=1)))
+    found = np.zeros(slow.shape)
+    np.put_along_axis(found, order, beyond, axis=1)
+    return found
 
 
 def _others_wait(waits: Floats, slow: list[int]) -> bool:
@@ -188,12 +206,11 @@ def _others_wait(waits: Floats, slow: list[int]) -> bool:
     return bool(lower_median(np.delete(over, slow)) > _OTHERS * over[slow].mean())
 
 
-def _late(job: StepTable, part: str, rows: list[int], less: Floats, usual: Floats) -> _Candidate:
+def _late(job: StepTable, part: str, rows: list[int], less: Floats, at: When) -> _Candidate:
     """Slow ranks as a cause: who, what they do meanwhile, in which steps."""
     host = lateness.one_host(rows, job.hosts) is not None
     ranks = tuple(job.numbers[row] for row in rows)
-    lost = less[rows].max(axis=0)
-    at = lateness.when(lost)
+    lost, usual = less[rows].max(axis=0), lower_median(np.delete(job.parts[part], rows, axis=0))
     doing_what, kind, seen, advice = _why(job, part, rows, less, at, host)
     who = named(ranks, len(job.numbers), host=host)
     words = doing(doing_what, ranks[:1] if host else ranks)
@@ -211,10 +228,10 @@ def _late(job: StepTable, part: str, rows: list[int], less: Floats, usual: Float
         f"{_ms(job.parts[part][rows].mean())} a step there, the others {_ms(usual.mean())}; longer in "
         f"{share_text(float((lost > 0.5 * lost.mean()).mean()))} of {job.steps} steps{each}{seen}"
     )
-    rare = at.kind == "rare" and kind == "random-late"
+    least = _LEAST["rare" if at.kind == "rare" and kind == "random-late" else "late"]
     return _Candidate(
-        kinds.get(at.kind, kind), f"{who} {words}{at.words()}{' now and then' * rare}.", evidence, advice,
-        _LEAST["rare" if rare else "late"], {part: less}, ranks=ranks, once=at.kind == "first",
+        kinds.get(at.kind, kind), f"{who} {words}{at.words()}.", evidence, advice, least, {part: less}, ranks=ranks,
+        once=at.kind == "first",
     )  # fmt: skip
 
 
@@ -328,18 +345,20 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
     lost = own.max(axis=0) - lower_median(own)
     less = np.maximum(0.0, own - lower_median(own))
     parts = {name: less * part / np.maximum(own, 1e-12) for name, part in job.parts.items()}
-    rows = to_blame(dict(enumerate(np.bincount(last, lost, minlength=len(own)).tolist())), one_in=2)
+    costs = np.bincount(last, lost, minlength=len(own))
+    rows = [*to_blame(dict(enumerate(costs.tolist())), one_in=2)]
     ranks = tuple(job.numbers[row] for row in rows)
+    who = named(ranks, 0) if ranks else ""
     if ranks:
-        who = named(ranks, 0)
         what, advice = f"{who} {'is' if len(ranks) == 1 else 'are'} late now and then.", (
             f"Look for what runs now and then on {who.lower()} alone: {'' if job.parts['input'].any() else 'input, '}"
             f"{_CHECKED}, garbage collection, or another job on the host."
         )  # fmt: skip
     else:
         what, advice = SENTENCES["random-late"]
+    by = f"{who.lower()} caused {share_text(float(costs[rows].sum() / costs.sum()))} of it" if ranks else ""
     in_steps = share_text(float((lost > 0.5 * lost.mean()).mean()))
-    evidence = f"no rank causes most of it in most steps; in {in_steps} of {job.steps} steps"
+    evidence = f"{by or 'no rank causes most of it in most steps'}; in {in_steps} of {job.steps} steps"
     yield _Candidate("random-late", what, evidence, advice, _LEAST["rare"], parts, ranks=ranks)
 
 
@@ -406,7 +425,8 @@ def _trend(seconds: Floats, step: float) -> tuple[str, Floats] | None:
         low = float(np.median(tenths[at:]))
         if tenths[:at].min() - tenths[at:].max() >= 0.5 * (tenths[:at].max() - low) > 0:
             middle = (float(np.median(tenths[:at])) + low) / 2
-            until = int(np.flatnonzero(seconds > middle)[: at * count // 10 + count // 10].max()) + 1
+            long = np.flatnonzero(seconds > middle)
+            until = int(long[long < (at + 1) * count // 10].max()) + 1
             return "first", np.where(np.arange(count) < until, np.maximum(0.0, seconds - low), 0.0)
         if tenths[at:].min() - tenths[:at].max() >= 0.5 * (tenths[at:].max() - tenths[:at].min()):
             return "growth", np.maximum(0.0, seconds - float(np.median(tenths[:at])))
@@ -414,33 +434,40 @@ def _trend(seconds: Floats, step: float) -> tuple[str, Floats] | None:
 
 
 def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
-    """A pattern of all ranks in a part of their steps as a cause."""
-    alone = len(job.numbers) == 1
-    who, are = ("The one rank", ("waits", "is", "stops")) if alone else ("All ranks", ("wait", "are", "stop"))
-    less, exchange = ({}, lost) if part == "exchange" else ({part: np.repeat(lost[None], len(job.numbers), 0)}, 0.0)
+    """A pattern of all ranks, or most, in a part of their steps as a cause."""
+    exchange: Floats | float = 0.0
+    if part == "exchange":
+        who, less, exchange = "", {}, lost
+    else:
+        who = _whose(job.parts[part], lost, job)
+        less = {part: np.repeat(lost[None], len(job.numbers), 0)}
+    several = len(job.numbers) > 1
+    s = "" if several else "s"
     at = lateness.when(lost)
     rarely = f"{at.words()} for {_ms(at.each)}" if words == "stall" else ""
     verb = {
-        "between": f"{who} {'pauses' if alone else 'pause'} between two steps{rarely}",
-        "input": f"{who} {are[0]} for {'its' if alone else 'their'} input{rarely}",
-        "work": f"{who} {are[2]}{rarely}" if words == "stall" else f"{who} compute{'s' * alone} longer",
-        "exchange": f"The allreduce takes longer{rarely}",
+        "between": f"{who} pause{s} between two steps{rarely}",
+        "input": f"{who} wait{s} for {'their' if several else 'its'} input{rarely}",
+        "work": f"{who} stop{s}{rarely}" if words == "stall" else f"{who} compute{s} longer",
+        "exchange": f"{_after_ready(job)} longer{rarely}",
     }[part]
     kind = {"stall": "stall", "growth": "growth", "first": "first-steps"}[words]
-    if words == "stall":
+    if words == "stall" and (part != "exchange" or (job.ready and several)):
         kind = {"between": "pause", "input": "input-everywhere", "exchange": "exchange"}.get(part, kind)
-    first, last = (float(np.median(half)) for half in np.array_split(job.own.max(axis=0) + job.exchange, 10)[::9])
-    evidence = {
-        "stall": f"in {int((lost > 0).sum())} of {job.steps} steps, on all ranks in the same ones",
-        "growth": f"a step took {_ms(first)} at first and {_ms(last)} at the end",
-        "first": f"{_ms(float(lost[lost > 0].mean() if lost.any() else 0.0))} longer in the first "
-        f"{int(np.flatnonzero(lost).max(initial=0)) + 1} of {job.steps} steps",
-    }[words]
+    if words == "stall":
+        together = f", {who.lower()} in the same ones" if who and several else ""
+        evidence = f"in {int((lost > 0).sum())} of {job.steps} steps{together}"
+    elif words == "growth":
+        steps = job.own.max(axis=0) + job.exchange
+        first, last = (float(np.median(tenth)) for tenth in np.array_split(steps, 10)[::9])
+        evidence = f"a step took {_ms(first)} at first and {_ms(last)} at the end"
+    else:
+        until = np.flatnonzero(lost).max() + 1
+        evidence = f"{_ms(lost[lost > 0].mean())} longer in the first {until} of {job.steps} steps"
     tail = {"growth": ", more with every step", "first": at.words() or " in the first steps", "stall": ""}[words]
     advice = {
-        "pause": f"Look at what all ranks do there ({_CHECKED}): do it less often, on fewer samples, or in another "
-        "thread.",
-        "stall": f"Look for what all ranks do there ({_CHECKED}), or what stops them at once: a shared file system, a "
+        "pause": f"Look at what is done there ({_CHECKED}): do it less often, on fewer samples, or in another thread.",
+        "stall": f"Look for what is done there ({_CHECKED}), or what stops a rank at once: a shared file system, a "
         "scheduler, a device that is shared.",
         "growth": "Look for what grows with the steps: a list that is never emptied, a graph that is kept (loss "
         "without float()), new shapes or functions, a log that is read again, memory that is "
@@ -456,6 +483,30 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
     )
 
 
+def _whose(values: Floats, lost: Floats, job: StepTable) -> str:
+    """Whose loss it is that the middle rank has: of all ranks where each takes longer in the steps that lose most."""
+    if job.size == 1:
+        return "The one rank"
+    if len(job.numbers) == 1:
+        return named(job.numbers, 0)
+    varies = lost - lost.mean()
+    follows = (values - values.mean(axis=1, keepdims=True)) @ varies >= 0.5 * varies @ varies
+    return "All ranks" if follows.all() else "Most ranks"
+
+
+def _after_ready(job: StepTable) -> str:
+    """What a step has after its last rank is ready, or after its batch where no rank says when it was."""
+    if job.size == 1:
+        return "The update takes" if job.ready else "Computation or update takes"
+    if not job.ready:
+        return "Computation or allreduce takes"
+    return f"The allreduce{', or the wait for a rank that was not recorded,' * bool(_recorded(job))} takes"
+
+
+def _recorded(job: StepTable) -> str:
+    return "recorded " if len(job.numbers) < job.size else ""
+
+
 def _input_everywhere(job: StepTable) -> Iterator[_Candidate]:
     """What the middle rank waits for its batches, and what another rank waits in each step."""
     values = job.parts["input"]
@@ -463,19 +514,21 @@ def _input_everywhere(job: StepTable) -> Iterator[_Candidate]:
     rows = lateness.slow_ranks((values - middle).mean(axis=1), 0.5 * _LEAST["late"] * job.step_s)
     apart = bool(rows) and not _others_wait(values, rows)
     less = np.minimum(values, middle) if apart else values
-    seen, who = float(middle.mean()), "The one rank waits for its input." if len(values) == 1 else ""
-    scattered = 0.0 if apart else float((values.max(axis=0) - middle).mean())
-    who = who or (
-        "A different rank waits for its input in each step." if scattered > seen else "Every rank waits for its input."
-    )
+    seen, scattered = float(middle.mean()), 0.0 if apart else float((values.max(axis=0) - middle).mean())
+    if len(values) == 1:
+        who = f"{_whose(values, middle, job)} waits for its input."
+    elif scattered > seen:
+        who = "A different rank waits for its input in each step."
+    else:
+        who = SENTENCES["input-everywhere"][0]
     if seen + scattered < 0.5 * _LEAST["input-everywhere"] * job.step_s:
         return
     at = lateness.when(less.max(axis=0))
     kind = {"first": "first-steps", "growing": "growth"}.get(at.kind, "input-everywhere")
+    on = f" on the middle rank, {_ms(seen + scattered)} on the last one" if len(values) > 1 else ""
     yield _Candidate(
         kind, f"{who[:-1]}{at.words()}.",
-        f"the middle rank waits {_ms(seen)} for each batch, the last one {_ms(seen + scattered)}, of {_ms(job.step_s)} "
-        "a step",
+        f"{_ms(seen)} for each batch{on}, of {_ms(job.step_s)} a step",
         SENTENCES["input-everywhere"][1],
         _LEAST["input-everywhere"], {"input": less}, once=at.kind == "first",
     )  # fmt: skip

@@ -31,6 +31,8 @@ class StepTable:
 
     Attributes:
         numbers: of the ranks, by row.
+        size: ranks of the job, those that recorded nothing, too.
+        recorded: steps of each rank; those that the shortest one has are compared.
         hosts: a number for each rank's host; None in older files.
         parts: by name of ``PARTS``, (ranks, steps).
         exchange: (steps,), from the last rank's gradients until all have them; where the ranks do not say when they
@@ -48,6 +50,8 @@ class StepTable:
     """
 
     numbers: list[int]
+    size: int
+    recorded: list[int]
     hosts: list[int | None]
     parts: dict[str, Floats]
     exchange: Floats
@@ -97,6 +101,9 @@ class StepTable:
 
     def accounts(self) -> dict[str, float]:
         """Where the whole time went, from the first step to the last; seconds that add up to it."""
+        after = "update" if self.size == 1 else "exchange and update"
+        if not self.ready:
+            after = "computation and update" if self.size == 1 else "computation and exchange"
         order = np.argsort(self.own, axis=0, kind="stable")
         middle = order[(len(self.numbers) - 1) // 2][None]
         found = {name: float(np.take_along_axis(part, middle, 0).sum()) for name, part in self.parts.items()}
@@ -105,13 +112,13 @@ class StepTable:
             "input": found["input"],
             "between steps": found["between"],
             "waiting for later ranks": float((self.own.max(axis=0) - lower_median(self.own)).sum()),
-            "exchange and update" if self.ready else "computation and exchange": float(self.exchange.sum()),
+            after: float(self.exchange.sum()),
             "first steps": self.first[0],
             "steps without training": self.validation,
         }
 
 
-def table(times: Sequence[RankTimes], where: Path) -> StepTable:
+def table(times: Sequence[RankTimes], where: Path, size: int | None = None) -> StepTable:
     """The steps of all ranks.
 
     Where most steps say when their gradients were there, those that do not are no training but a validation.
@@ -119,64 +126,91 @@ def table(times: Sequence[RankTimes], where: Path) -> StepTable:
     Args:
         times: of each rank, by rank.
         where: the directory, for the evidence.
+        size: ranks of the job, where it may have more than recorded their steps.
     Raises:
         DataError: too few steps to tell anything, or steps that take no time.
     """
-    count = min(len(rank.steps) for rank in times)
+    ready, trained, validating = _trained(times)
+    recorded = [len(steps) for steps in trained]
+    count = min(recorded)
     if count < LEAST:
         raise DataError(
             f"{where} holds the times of {count} steps of a rank, too few to tell what is usual; record at "
             f"least {LEAST}."
         )
     first = WARMUP if count >= 2 * WARMUP + LEAST else 1
-    said = np.array([all(rank.steps[at].ready is not None for rank in times) for at in range(count)])
-    ready = bool(said[first:].sum() >= 0.5 * (count - first))
-    counts = np.arange(count) >= first
-    training = counts & said if ready else counts
 
     def of(value: Callable[[Step], float | None]) -> Floats:
-        return np.array([[value(rank.steps[at]) for at in range(count)] for rank in times], np.float64)
+        return np.array([[value(step) for step in steps[:count]] for steps in trained], np.float64)
 
     asked, given, ended = of(lambda one: one.asked), of(lambda one: one.given), of(lambda one: one.ended)
-    left = _left(times, of(lambda one: one.arrived), ended, training)
-    begun = np.concatenate([asked[:, :1], left[:, :-1]], axis=1)
+    left = _left(times, of(lambda one: one.arrived), ended, first)
+    together = np.min([seconds[: count + 1] for seconds in validating], axis=0)  # a rank that does more is late by it
+    begun = np.minimum(asked, np.concatenate([asked[:, :1], left[:, :-1] + together[1:count]], axis=1))
     done = of(lambda one: one.ready) if ready else given
-    own = np.where(training, done - np.minimum(begun, asked), 0.0)
-    whole = np.median(np.where(training, left - np.minimum(begun, asked), left - begun), axis=0)
+    whole = np.median(left - begun, axis=0)
     if (ended - asked)[:, first:].max(axis=0).mean() <= 0:
         raise DataError(f"{where} holds steps that take no time; do the work of a step inside of the loop.")
-    parts = {"between": np.maximum(0.0, asked - begun), "input": given - asked, "work": done - given}
+    parts = {"between": asked - begun, "input": given - asked, "work": done - given}
     hosts = [rank.host for rank in times]
     events = {
-        name: _of_events(times, name, (begun, asked, given, done), training)
+        name: _of_events(times, name, (begun, asked, given, done), first)
         for name in sorted({one.name for rank in times for one in rank.events})
     }
     waits = None
     if ready and None not in hosts and len(set(hosts)) == 1:
-        waits = np.stack([begun.min(axis=0), done.max(axis=0), left.min(axis=0)], axis=1)[training]
+        waits = np.stack([begun.min(axis=0), done.max(axis=0), left.min(axis=0)], axis=1)[first:]
     return StepTable(
         numbers=[rank.rank for rank in times],
+        size=size or len(times),
+        recorded=recorded,
         hosts=hosts,
-        parts={name: part[:, training] for name, part in parts.items()},
-        exchange=np.maximum(0.0, whole - own.max(axis=0))[training],
+        parts={name: part[:, first:] for name, part in parts.items()},
+        exchange=np.maximum(0.0, whole - (done - begun).max(axis=0))[first:],
         ready=ready,
-        used=_used(times, of, training),
+        used=_used(times, of, first),
         events=events,
         cpus=[rank.cpus for rank in times],
         where=where.name or str(where),
         waits=waits,
         first=(float(whole[:first].sum()), float(whole[0])),
-        validation=float(whole[counts & ~training].sum()),
+        validation=float(together.sum()),
     )
 
 
-def _left(times: Sequence[RankTimes], arrived: Floats, ended: Floats, training: np.ndarray) -> Floats:
+def _trained(times: Sequence[RankTimes]) -> tuple[bool, list[list[Step]], list[list[float]]]:
+    """Whether ranks say when their gradients were there; of each rank the steps that train, and the rest's seconds.
+
+    Ranks with as many steps leave out the same ones. Where the root alone validates, each leaves out its own.
+
+    Returns:
+        As said; seconds of validation are those before each step that trains, and those after the last one.
+    """
+    said = [[step.ready is not None for step in rank.steps] for rank in times]
+    least = min(map(len, said))
+    ready = min(map(sum, said)) >= max(1, 0.5 * least)
+    if ready and len({*map(len, said)}) == 1:
+        said = [[all(of_step) for of_step in zip(*said, strict=True)]] * len(said)
+    trained, validating = [], []
+    for rank, counts in zip(times, said, strict=True):
+        seconds = [0.0]
+        for step, trains in zip(rank.steps, counts, strict=True):
+            if trains or not ready:
+                seconds.append(0.0)
+            else:
+                seconds[-1] += step.ended - step.asked
+        trained.append([step for step, trains in zip(rank.steps, counts, strict=True) if trains or not ready])
+        validating.append(seconds)
+    return ready, trained, validating
+
+
+def _left(times: Sequence[RankTimes], arrived: Floats, ended: Floats, first: int) -> Floats:
     """When each rank had the gradients of all ranks, each by its own clock, (ranks, steps).
 
     Where nobody says so, that is when the first rank of its host ended the step: what a rank does after the exchange
     (writing, callbacks) may belong to the end of the step that it records.
     """
-    if not np.isnan(arrived[:, training]).any():
+    if not np.isnan(arrived[:, first:]).any():
         return np.where(np.isnan(arrived), ended, arrived)
     left = ended.copy()
     for host in {rank.host for rank in times} - {None}:
@@ -185,23 +219,21 @@ def _left(times: Sequence[RankTimes], arrived: Floats, ended: Floats, training: 
     return left
 
 
-def _used(times: Sequence[RankTimes], of: Callable[..., Floats], training: np.ndarray) -> Floats | None:
+def _used(times: Sequence[RankTimes], of: Callable[..., Floats], first: int) -> Floats | None:
     """See ``StepTable.used``; of a step where the ranks say it of each, else what they say of all."""
     if all(step.used is not None for rank in times for step in rank.steps):
-        each = [of(lambda step, at=at: step.used[at])[:, training] for at in range(3)]
-        return np.array(each)
+        return np.array([of(lambda step, at=at: step.used[at])[:, first:] for at in range(3)])
     if any(rank.cores is None for rank in times):
         return None
     means = [
         [getattr(rank.cores, name) / rank.cores.steps for rank in times if rank.cores is not None]
         for name in ("ran", "queued", "of_all")
     ]
-    return np.repeat(np.array(means)[:, :, None], int(training.sum()), axis=2)
+    steps = of(lambda step: step.asked).shape[1] - first
+    return np.repeat(np.array(means)[:, :, None], steps, axis=2)
 
 
-def _of_events(
-    times: Sequence[RankTimes], name: str, edges: tuple[Floats, ...], training: np.ndarray
-) -> dict[str, Floats]:
+def _of_events(times: Sequence[RankTimes], name: str, edges: tuple[Floats, ...], first: int) -> dict[str, Floats]:
     """Seconds of the events of a name within each part of each step; ``edges``: when the parts begin, and the end."""
     found = {}
     for part, begins, ends in zip(PARTS, edges, edges[1:], strict=False):
@@ -214,5 +246,5 @@ def _of_events(
             step = np.searchsorted(begins[row], at, side="right") - 1
             inside = (step >= 0) & (at < ends[row][np.maximum(step, 0)])
             np.add.at(spent[row], step[inside], seconds[inside])
-        found[part] = np.minimum(spent, np.maximum(0.0, ends - begins))[:, training]
+        found[part] = np.minimum(spent, np.maximum(0.0, ends - begins))[:, first:]
     return found

@@ -86,38 +86,18 @@ def _shared() -> dict[str, dict[str, Any]]:
     return {
         "epochs": {"type": whole(1), "default": 16, "help": "passes over the training data"},
         "batch_size": {"type": whole(1), "default": 32, "help": "samples per step on each process"},
-        "lr": {
-            "type": positive,
-            "default": 0.03,
-            "help": "learning rate for one process; scaled by their number",
-        },
-        "warmup_epochs": {
-            "type": not_negative,
-            "default": 3,
-            "help": "epochs from that rate to the scaled one",
-        },
+        "lr": {"type": positive, "default": 0.03, "help": "learning rate for one process; scaled by their number"},
+        "warmup_epochs": {"type": not_negative, "default": 3, "help": "epochs from that rate to the scaled one"},
         "device": {"choices": ("auto", "gpu", "cpu"), "default": "auto", "help": "where to train"},
-        "num_threads": {
-            "type": whole(1, _MOST_THREADS),
-            "help": "compute threads of each process (default: its share)",
-        },
-        "seed": {
-            "type": whole(0, _LARGEST_SEED),
-            "default": 42,
-            "help": "of the weights, the data split and the order of samples",
-        },
+        "num_threads": {"type": whole(1, _MOST_THREADS), "help": "compute threads of a process (default: its share)"},
+        "seed": {"type": whole(0, _LARGEST_SEED), "default": 42, "help": "of weights, data split and order of samples"},
         "data": {"choices": NAMES, "default": "digits", "metavar": "NAME", "help": f"data set: {', '.join(NAMES)}"},
-        "data_dir": {
-            "help": "where the data set's files are (default: HVDKIT_DATA, then the user's data directory)",
-        },
+        "data_dir": {"help": "where the data set's files are (default: HVDKIT_DATA, then the user's data directory)"},
         "download": {"action": "store_true", "help": "fetch missing files, once per node"},
         "log_interval": {"type": whole(1), "default": 10, "help": "steps between progress lines"},
         "fp16_allreduce": {"action": "store_true", "help": "send gradients in half precision"},
         "checkpoint_dir": {"help": "save a checkpoint after each epoch (default: none is written)"},
-        "resume": {
-            "action": "store_true",
-            "help": "go on from the newest checkpoint in --checkpoint_dir, if there is one",
-        },
+        "resume": {"action": "store_true", "help": "go on from the newest checkpoint in --checkpoint_dir, if any"},
         "wait": {
             "type": not_negative,
             "default": PATIENCE_S,

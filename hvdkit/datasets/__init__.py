@@ -11,7 +11,7 @@ that the user has, or from one verified download per node.
     ├── digits, synthetic                          no files needed
     └── mnist, fashion_mnist, cifar10
         ├── what and from where     sources.py     the table: layouts, sha256, URLs
-        ├── read them               readers.py (IDX, npz), cifar.py (batches), pickled.py (no code is run)
+        ├── read them               formats.py     IDX, npz, CIFAR's batches; of a pickle no code is run
         └── fetch them              download.py    one process per node, under a lock, checksum verified
 
     HDF5Dataset, write_hdf5         hdf5.py        files of any size, read a batch at a time by every process

@@ -21,7 +21,7 @@ from typing import IO
 
 from hvdkit.common.files import complete_or_absent
 from hvdkit.common.units import printable
-from hvdkit.datasets.readers import LONGEST_QUOTE
+from hvdkit.datasets.formats import LONGEST_QUOTE
 from hvdkit.errors import CorruptDataError, DataError
 
 TIMEOUT_S = 30.0

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.datasets.download import fetch
-from hvdkit.datasets.readers import Arrays
+from hvdkit.datasets.formats import Arrays
 from hvdkit.datasets.sources import SOURCES, DataSource, FolderLayout
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError, of_extra
 from hvdkit.steps.numbers import whole

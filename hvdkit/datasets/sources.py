@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.datasets import cifar
+from hvdkit.datasets import formats
 from hvdkit.datasets.download import RemoteFile
-from hvdkit.datasets.readers import Arrays, ImageFormat, read_idx_set, read_npz_set
+from hvdkit.datasets.formats import Arrays, ImageFormat
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ IDX_LAYOUT = FolderLayout(
         _idx_names("t10k-images", 3),
         _idx_names("t10k-labels", 1),
     ),
-    read=read_idx_set,
+    read=formats.read_idx_set,
 )
 
 
 def _npz_layout(*names: str) -> FolderLayout:
-    return FolderLayout(files=(names,), read=read_npz_set)
+    return FolderLayout(files=(names,), read=formats.read_npz_set)
 
 
 def _remote(bases: Sequence[str], checksums: dict[str, str]) -> tuple[RemoteFile, ...]:
@@ -124,11 +124,11 @@ CIFAR10 = DataSource(
         "cifar-10-batches-py",
     ),
     layouts=(
-        FolderLayout(files=tuple((name,) for name in cifar.BINARY_BATCHES), read=cifar.read_binary),
-        FolderLayout(files=(("cifar-10-binary.tar.gz",),), read=cifar.read_binary),
+        FolderLayout(files=tuple((name,) for name in formats.BINARY_BATCHES), read=formats.read_cifar_binary),
+        FolderLayout(files=(("cifar-10-binary.tar.gz",),), read=formats.read_cifar_binary),
         _npz_layout("cifar10.npz", "cifar-10.npz"),
-        FolderLayout(files=tuple((name,) for name in cifar.PICKLED_BATCHES), read=cifar.read_pickled),
-        FolderLayout(files=(("cifar-10-python.tar.gz",),), read=cifar.read_pickled),
+        FolderLayout(files=tuple((name,) for name in formats.PICKLED_BATCHES), read=formats.read_cifar_pickled),
+        FolderLayout(files=(("cifar-10-python.tar.gz",),), read=formats.read_cifar_pickled),
     ),
     # The binary version: the same images as the python version, and no pickle.
     remote=_remote(

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdkit.datasets import cifar, load
-from hvdkit.datasets.pickled import read_dictionary, uint8_array
+from hvdkit.datasets import formats, load
+from hvdkit.datasets.formats import read_dictionary, uint8_array
 from hvdkit.errors import CorruptDataError, DataError
 
 BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
@@ -363,7 +363,7 @@ def test_pickle_with_changed_bytes_raises_nothing_else(data: st.DataObject, cont
 def test_an_archive_that_unpacks_to_more_than_any_data_set_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holes: bool
 ) -> None:
-    monkeypatch.setattr(cifar, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(formats, "MOST_BYTES", 1 << 20)
     member = tarfile.TarInfo("data_batch_1.bin")
     member.size = 1 << 21 if not holes else 0
     with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz", format=tarfile.GNU_FORMAT) as archive:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdkit.datasets import load, readers
-from hvdkit.datasets.readers import read_idx
+from hvdkit.datasets import formats, load
+from hvdkit.datasets.formats import read_idx
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
 
 RNG = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def test_idx_under_every_name(tmp_path: Path, suffix: str, dotted: bool) -> None
 def test_what_unpacks_to_more_than_any_data_set_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str
 ) -> None:
-    monkeypatch.setattr(readers, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(formats, "MOST_BYTES", 1 << 20)
     if packed == "npz":
         np.savez_compressed(tmp_path / "mnist.npz", x_train=np.zeros(1 << 21, np.uint8))
     else:

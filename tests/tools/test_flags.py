@@ -1,11 +1,9 @@
 """The flags of the examples: all of them, only some, other defaults, and an example's own."""
 
-import sys
-
 import pytest
 
 from hvdkit import flags
-from hvdkit.errors import DataNotFoundError, InvalidArgumentError
+from hvdkit.errors import AgreementError, InvalidArgumentError
 
 SHARED = (
     "epochs", "batch_size", "lr", "warmup_epochs", "device", "num_threads", "seed", "data", "data_dir", "download",
@@ -70,10 +68,22 @@ def test_a_bad_value_is_one_sentence(capsys, argv, answer):
     assert answer in sentence and sentence.count("\n") == 1
 
 
+def test_only_rank_0_says_it(capsys, monkeypatch):
+    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert said(capsys, 2, lambda: flags.parse("", ["--epochs", "0"])).err == ""
+
+
 @pytest.mark.parametrize(
-    ("error", "status"), [(None, 0), (InvalidArgumentError("It is 0."), 2), (DataNotFoundError("No file."), 2)]
+    ("error", "status", "sentence"),
+    [
+        (None, 0, ""),
+        (InvalidArgumentError("It is 0."), 2, "train.py: It is 0.\n"),
+        (AgreementError("They differ."), 1, "train.py: They differ.\n"),
+        (KeyboardInterrupt(), 130, "train.py: interrupted by Ctrl-C.\n"),
+    ],
 )
-def test_run_ends_with_a_status_and_the_sentence_of_a_mistake(monkeypatch, capsys, error, status):
+def test_run_ends_with_a_status_and_the_sentence_of_a_mistake(monkeypatch, capsys, error, status, sentence):
     monkeypatch.setattr("sys.argv", ["train.py", "--stages", "2"])
     seen = []
 
@@ -84,15 +94,4 @@ def test_run_ends_with_a_status_and_the_sentence_of_a_mistake(monkeypatch, capsy
 
     words = said(capsys, status, lambda: flags.run(main, "", only=("seed",), defaults={"seed": 7}, add=own)).err
     assert vars(seen[0]) == {"seed": 7, "stages": 2}
-    assert words == (f"train.py: {error}\n" if error else "")
-
-
-def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
-    def main(_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    with pytest.raises(SystemExit) as ended:
-        flags.run(main, "Train.")
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "train.py: interrupted by Ctrl-C.\n"
+    assert words == sentence

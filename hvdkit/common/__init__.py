@@ -1,1 +1,1 @@
-"""What the tools share: command groups, files, JSON, units, tables, plots, intervals, causes, and programs."""
+"""What the tools share: command groups, files, JSON, units, tables, plots, intervals, and programs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdkit.common.causes import Cause, dearest_first
+from hvdkit.read.causes import Cause, dearest_first
 
 
 def _cause(kind: str, share: float, **other: object) -> Cause:

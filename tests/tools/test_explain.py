@@ -38,8 +38,8 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.common import json_files
-from hvdkit.common.causes import Cause
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.causes import Cause
 from hvdkit.read.explain import explain, step_causes
 from hvdkit.read.explain.results import LINES, Explanation, JobLaunch, lines
 from hvdkit.read.timeline import causes as timeline_causes

@@ -4,7 +4,7 @@ import pytest
 from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit.cli import run
-from hvdkit.common.causes import dearest_first
+from hvdkit.read.causes import dearest_first
 from hvdkit.read.mpi_profile import cli as tables
 from hvdkit.read.mpi_profile import measures, reading
 from hvdkit.read.mpi_profile.causes import causes, findings, otherwise

@@ -5,7 +5,7 @@ import pytest
 from timeline_files import ATPESC, allreduce, metadata, write
 
 from hvdkit.cli import run
-from hvdkit.common.causes import dearest_first
+from hvdkit.read.causes import dearest_first
 from hvdkit.read.timeline import summarize
 from hvdkit.read.timeline.causes import causes
 from hvdkit.read.timeline.measures import Distribution

@@ -10,13 +10,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from hvdkit.common import intervals
-from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import change_text, count_text, ranks_text, share_text
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.measurement import Parts, Slowest
 from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, ScalingResults
+from hvdkit.read.causes import WORTH_SAYING, Cause, dearest_first
 
 _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""

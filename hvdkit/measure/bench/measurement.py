@@ -9,9 +9,9 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from hvdkit.common.causes import Cause
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
+from hvdkit.read.causes import Cause
 from hvdkit.read.explain import step_causes
 from hvdkit.read.explain.step_table import LEAST
 from hvdkit.steps.lateness import Floats

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.common import plot, table
-from hvdkit.common.causes import verdict
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import change_text, interval_text, number_text, ranks_text
 from hvdkit.errors import DataError
 from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, otherwise
 from hvdkit.measure.bench.results import STEPS
+from hvdkit.read.causes import verdict
 
 _PARTS = ("ranks", "step ms", "input", "compute", "communication", "wait", "start-up s", "first step s")
 _SIZE = (6.0, 8.0)

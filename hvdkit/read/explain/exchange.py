@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.causes import SENTENCES, Cause
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.read.causes import SENTENCES, Cause
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import Floats, covered, union
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from hvdkit.common import files, json_files
-from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, HvdkitError
+from hvdkit.read.causes import Cause, dearest_first
 from hvdkit.read.explain import exchange, step_causes
 from hvdkit.read.explain.results import Explanation, JobLaunch, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hvdkit.common.causes import Cause
 from hvdkit.common.json_files import Document, Part, Positive
 from hvdkit.common.units import duration_text, printable, share_text
+from hvdkit.read.causes import Cause
 
 LAUNCHED = "launch.json"
 """The file in the directory of a job that says how it was started."""

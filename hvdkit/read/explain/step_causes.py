@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
+from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
 from hvdkit.steps import lateness

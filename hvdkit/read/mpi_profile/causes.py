@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause
 from hvdkit.common.units import bytes_text, duration_text, share_text
+from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import CONTROL, PAYLOAD, Profile, RankProfile
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common.causes import Cause, dearest_first, verdict
 from hvdkit.common.commands import AT_LEAST_0, group_of
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.read.causes import Cause, dearest_first, verdict
 from hvdkit.read.mpi_profile import measures, reading
 from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, ProfileFinding, causes, findings, otherwise
 from hvdkit.read.mpi_profile.model import CONTROL, PURPOSES, Profile, RankProfile

@@ -7,7 +7,7 @@
     for operation in timeline.read("timeline.json"):
         print(operation.tensor, operation.kind, operation.bytes)
     summary = timeline.summarize("timeline.json")
-    for cause in dearest_first(causes(summary)):    # hvdkit.common.causes, hvdkit.read.timeline.causes
+    for cause in dearest_first(causes(summary)):    # hvdkit.read.causes, hvdkit.read.timeline.causes
         print(cause.sentence(), cause.advice)
 
 What each module is for: ``model`` one operation and its phases, ``reader`` file to operations as a

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import CYCLE_TIME, Steps, TimelineSummary
 from hvdkit.steps.ranks import name_ranks
@@ -17,7 +17,7 @@ _CACHE = 1024
 
 
 def causes(summary: TimelineSummary) -> list[Cause]:
-    """What costs time in a recording, in no order; ``common.causes.dearest_first`` weighs it.
+    """What costs time in a recording, in no order; ``read.causes.dearest_first`` weighs it.
 
     Args:
         summary: of a whole recording or of a part of it.

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 import hvdkit
-from hvdkit.common.causes import dearest_first
 from hvdkit.common.units import bytes_text, duration_text, printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
+from hvdkit.read.causes import dearest_first
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import Exchanges, collect, exchanges

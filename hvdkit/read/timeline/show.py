@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hvdkit.common.causes import Cause, dearest_first, verdict
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.read.causes import Cause, dearest_first, verdict
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS

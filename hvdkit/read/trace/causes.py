@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.common.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
+from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
 from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
 from hvdkit.steps.lateness import doing, lower_median, named
 from hvdkit.steps.ranks import name_ranks
@@ -16,7 +16,7 @@ _MS = 1e-3
 
 
 def causes(summary: TraceSummary) -> list[Cause]:
-    """What costs time in the traces of a run, in no order; ``common.causes.dearest_first`` weighs it."""
+    """What costs time in the traces of a run, in no order; ``read.causes.dearest_first`` weighs it."""
     of_all = [_input_everywhere(summary)]
     of_all.append(_one_trace(summary) if summary.skew is None else _exchange(summary, summary.skew))
     of_all += _idle_gpu(summary)

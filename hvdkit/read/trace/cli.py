@@ -8,10 +8,10 @@ from statistics import fmean
 
 import click
 
-from hvdkit.common.causes import verdict
 from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, printable, share_text, shortened
+from hvdkit.read.causes import verdict
 from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.merging import merge as merge_files
 from hvdkit.read.trace.results import DeviceMemory, Operator, RankTrace, TraceSkew, TraceSummary

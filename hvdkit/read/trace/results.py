@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdkit.common.causes import Cause
 from hvdkit.common.json_files import Document
+from hvdkit.read.causes import Cause
 
 
 @dataclass(frozen=True)

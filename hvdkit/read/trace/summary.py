@@ -10,9 +10,9 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from hvdkit.common.causes import dearest_first
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.causes import dearest_first
 from hvdkit.read.timeline.measures import Floats, Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.reader import LABELS, SYNCHRONISES, Kind, Source, TraceColumns, collect, step_number

@@ -222,6 +222,7 @@ def test_of_step_times_the_part_and_the_rank(tmp_path):
     assert parts["wait for slower ranks"].explains_s == pytest.approx(5e-3, rel=0.1)
     assert sum(one.explains_s for one in parts.values()) == pytest.approx(found.changes[0].explains_s)
     assert "most of all own time of rank 1 (+" in found.verdict
+    assert changes(found, "whole")["step"].explains_s == pytest.approx(1e-2, rel=0.1)
     assert "Different HOROVOD_CYCLE_TIME: 4 before, 8 after." in found.notes
     assert not any("ranks" in note for note in found.notes)
     slow = diff(a, job(tmp_path / "c", slow_input=0.01))

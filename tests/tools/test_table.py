@@ -79,6 +79,13 @@ def test_what_is_not_known_is_a_dash_and_empty_in_csv():
     assert rows == [["s", "s_low", "s_high"], ["1.5", "", ""], ["", "", ""], ["2.0", "1.0", "3.0"]]
 
 
+def test_columns_of_which_nothing_is_known_are_left_out():
+    cells = {"n": str, "half": lambda n: n / 2 if n > 1 else None, "gpu": lambda _: None}
+    table = Table.of([1, 2], cells)
+    assert (table.names, table.rows, table.left) == (["n", "half"], [("1", None), ("2", 1.0)], ["n"])
+    assert Table.of([], cells).names == ["n", "half", "gpu"]
+
+
 def test_nothing_from_a_file_is_obeyed():
     page = Page([Table(HOSTILE, (HOSTILE,), [[HOSTILE]], note=HOSTILE), HOSTILE], [HOSTILE])
     printed = shown(page, 200)

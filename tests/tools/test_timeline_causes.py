@@ -12,7 +12,6 @@ from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import (
     Bandwidth,
     Batches,
-    LastTensor,
     RankSkew,
     Skew,
     Steps,
@@ -39,7 +38,6 @@ STEPS = Steps(
     idle=every(30_000.0),
     first=120_000.0,
     missed=0.0,
-    last=LastTensor("first.weight", 1.0, every(2000.0)),
     late=500.0,
     negotiation=800.0,
     first_setup=0.0,

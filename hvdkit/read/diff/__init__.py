@@ -3,6 +3,6 @@
 Why this room exists: timelines, traces, profiles, times of steps and results of measurements answer the same question,
 "what changed?", with the same arithmetic and in the same table.
 
-What each module is for: ``sides`` which file is what, and recordings to times; ``measured`` results of bench and
-emulate to times; ``comparison`` two of these to changes; ``cli`` the command and what it prints.
+What each module is for: ``sides`` recordings and results to times, ``comparison`` two of these to changes, ``cli`` the
+command and what it prints.
 """

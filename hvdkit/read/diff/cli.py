@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -35,7 +35,7 @@ COLUMNS: dict[str, Callable[[Change], object]] = {
     "bytes A": lambda one: None if one.bytes_before is None else bytes_text(one.bytes_before),
     "bytes B": lambda one: None if one.bytes_after is None else bytes_text(one.bytes_after),
 }
-"""Heading and cell of the tables' columns; those without any cell are left out."""
+"""Heading and cell of the tables' columns."""
 
 
 @click.command()
@@ -80,17 +80,10 @@ def _page(found: Difference, top: int) -> Page:
         rows = [one for one in found.changes if one.level == level and (one.explains_s or level != "detail")]
         shown = rows[:top] if level == "detail" else rows
         if shown:
-            parts.append(_table(heading if shown == rows else f"{heading} ({len(shown)} of {len(rows)})", shown))
+            heading = heading if shown == rows else f"{heading} ({len(shown)} of {len(rows)})"
+            parts.append(Table.of(shown, {heading: lambda one: shortened(one.what, _NAME), **COLUMNS}))
     for name in found.below:
         parts.append(f"{name}: its speed is below {found.fail_below:g}, or it was not measured any more; failed.")
     if found.fail_below is not None and not found.below:
         parts.append(f"No speed is below {found.fail_below:g} beyond chance.")
     return Page(parts, found.notes)
-
-
-def _table(heading: str, changes: Sequence[Change]) -> Table:
-    cells = {name: [cell(one) for one in changes] for name, cell in COLUMNS.items()}
-    cells = {name: column for name, column in cells.items() if any(cell is not None for cell in column)}
-    names = [shortened(one.what, _NAME) for one in changes]
-    rows = [list(row) for row in zip(names, *cells.values(), strict=True)]
-    return Table("", (heading, *cells), rows, left=(heading,))

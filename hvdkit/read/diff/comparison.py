@@ -15,7 +15,7 @@ from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import change_text, duration_text, printable
 from hvdkit.errors import DataNotFoundError, InvalidArgumentError, require_scipy
-from hvdkit.read.diff import measured, sides
+from hvdkit.read.diff import sides
 from hvdkit.read.diff.sides import Side, Timings
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STEPS, TIMELINE, TRACE, find
 from hvdkit.steps import history
@@ -27,8 +27,8 @@ READERS: dict[str, Callable[[Path, Mapping[str, Sequence[Path]]], Side]] = {
     TIMELINE: lambda path, found: sides.of_timeline(path, found[TIMELINE][0]),
     TRACE: lambda path, found: sides.of_traces(path, found[TRACE]),
     MPI: lambda path, found: sides.of_mpi(path, found[MPI]),
-    BENCH: lambda _, found: measured.of_bench(found[BENCH][0]),
-    EMULATE: lambda _, found: measured.of_emulation(found[EMULATE][0]),
+    BENCH: lambda _, found: sides.of_bench(found[BENCH][0]),
+    EMULATE: lambda _, found: sides.of_emulation(found[EMULATE][0]),
 }
 """How each kind is read; of directories that hold several the first kind that both have counts."""
 SIGNIFICANCE = 0.05

@@ -45,21 +45,6 @@ class TensorSummary:
 
 
 @dataclass(frozen=True)
-class LastTensor:
-    """The tensor that most often ended a step.
-
-    Attributes:
-        tensor: which.
-        share: of the steps, from 0 to 1.
-        alone: how long it went on after all others of its step.
-    """
-
-    tensor: str
-    share: float
-    alone: Distribution
-
-
-@dataclass(frozen=True)
 class Steps:
     """Training steps, from the start of one to the start of the next.
 
@@ -73,7 +58,6 @@ class Steps:
         idle: without any operation between announcement and end, per step, of the same steps.
         first: duration of the first step of the recording; None where that is not in the part.
         missed: share of operations that were not in the response cache, from the third step on; None before that.
-        last: the tensor that most often ended a step.
         late: that a step waits, on average, because ranks announce a tensor more than two cycles apart.
         negotiation: that it waits besides until all ranks have announced a tensor.
         first_setup: of the first step, in which NCCL was set up.
@@ -88,7 +72,6 @@ class Steps:
     idle: Distribution | None
     first: float | None
     missed: float | None
-    last: LastTensor | None
     late: float | None
     negotiation: float | None
     first_setup: float

@@ -21,7 +21,6 @@ from hvdkit.read.timeline.results import (
     TOGETHER,
     Bandwidth,
     Batches,
-    LastTensor,
     RankSkew,
     Skew,
     Steps,
@@ -302,28 +301,11 @@ def _steps(
         idle=distribution((durations - open_)[later]),
         first=float(durations[0]) if len(durations) and own[0] == 0 else None,
         missed=float(columns.missed[later_rows].mean()) if later_rows.any() else None,
-        last=_last(columns, numbers, in_steps),
         late=float(np.where(apart, waits - cycle, 0).mean()) if len(waits) else None,
         negotiation=float(np.where(apart, cycle, waits).mean()) if len(waits) else None,
         first_setup=float(measures.covered(setup, begins[:1], begins[1:2])[0]) if len(begins) > 1 else 0.0,
         begins=begins,
     )
-
-
-def _last(columns: TimelineColumns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_]) -> LastTensor | None:
-    rows = np.flatnonzero(in_steps)
-    rows = rows[np.lexsort((columns.end[rows], numbers[rows]))]
-    step, tensor, end = numbers[rows], columns.tensor[rows], columns.end[rows]
-    last = np.flatnonzero(np.concatenate((step[1:] != step[:-1], [True])) & (np.arange(len(step)) > 0))
-    last = last[step[last] == step[last - 1]]
-    if not len(last):
-        return None
-    counts = np.bincount(tensor[last])
-    usual = int(counts.argmax())
-    own = last[tensor[last] == usual]
-    alone = distribution(end[own] - end[own - 1])
-    share = float(counts[usual] / len(last))
-    return None if alone is None else LastTensor(columns.tensors[usual].name, share, alone)
 
 
 def _batches(

@@ -90,15 +90,14 @@ KERAS = {
 
 ARRAYS = Place("arrays.md", "Any framework of arrays: hvdkit.arrays")
 RECORDED = [
-    Place("timeline_tools.md", "Record some steps"),
-    Place("timeline_tools.md", "merge"),
-    Place("timeline_tools.md", "From Python"),
+    Place("timeline.md", "Record some steps"),
+    Place("timeline.md", "Merge"),
+    Place("timeline.md", "Merge", 1),
 ]
 """One after the other: each reads what those before have recorded."""
 
 READ = {
-    Place("timeline.md", "In Python"): "summary.steps.duration.p50 > 0",
-    Place("timeline_report.md", "From Python"): "Path('report.html').stat().st_size > 10_000",
+    Place("timeline.md", "In Python"): "summary.steps.duration.p50 > 0 and Path('report.html').stat().st_size > 10_000",
 }
 """Without ranks, of a public timeline."""
 

@@ -255,6 +255,9 @@ def test_of_emulations_sizes_steps_and_the_wait_for_the_last_rank(tmp_path):
     assert list(whole) == ["allreduce of 400 bytes", "allreduce of 800 bytes", "step of 2 allreduces, 1.20 kB"]
     assert [one.speed.value for one in whole.values()] == pytest.approx([1, 3, 2], rel=0.05)
     assert changes(found, "part")["transfer"].explains_s == pytest.approx(0.9 * -0.2, rel=0.05)
+    fused = diff(a, emulated(tmp_path / "d.json", {400: 0.1, 800: 0.3}, 12, 0.01, fusion=True))
+    after = changes(fused, "whole")["step of 2 allreduces, 1.20 kB"].after
+    assert after.value == pytest.approx(0.3, rel=0.05), "fused collectives are under way at the same time"
     other = diff(a, emulated(tmp_path / "c.json", {800: 0.1, 1600: 1.0}))
     assert list(changes(other, "whole")) == ["allreduce of 800 bytes"]
     assert "Only in B: allreduce of 1600 bytes, step of 2 allreduces, 2.40 kB." in other.notes

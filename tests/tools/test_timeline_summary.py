@@ -279,7 +279,7 @@ def test_the_command_prints_text_and_json(capsys):
     assert run(["timeline", "summary", str(ATPESC), "--top", "2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Verdict: 4.80 MB per step is reduced") and "154 of 8 tensors, 4.80 MB each" in text
-    assert "tensor (2 of 58)" in text
+    assert "tensor (2 of 58)" in text and "26.2 / 39.2" in text, "median and 99th percentile"
     assert run(["timeline", "summary", str(ATPESC), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert len(values["tensors"]) == 58

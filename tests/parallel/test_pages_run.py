@@ -61,14 +61,10 @@ def test_the_blocks_that_record_timelines_and_read_them_run(hk, everyone):
     pair = (shelf.torch.randn(2, 4), shelf.torch.tensor([0, 1]))
     names: dict[str, Any] = {"torch": shelf.torch, "world": world, "train": shelf.train}
     run(first, {**names, "loader": [pair] * 125})
-    if world.is_root:
-        shutil.copy("timeline.json", "before.json")
-    everyone(None)
     run(second, {**names, "hk": hk, "batches": iter([pair] * 20)})
     if world.is_root:
-        shutil.copy("timeline.json", "after.json")
         run(third, {})
-        assert Path("ten.json").stat().st_size > 0 and Path("merged.json").stat().st_size > 0
+        assert Path("merged.json").stat().st_size > 0
     everyone(None)
 
 

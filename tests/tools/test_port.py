@@ -5,6 +5,8 @@ import difflib
 import os
 import re
 import stat
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,29 +80,6 @@ def test_every_script_is_python_again_with_no_finding_that_is_not_listed_and_sta
     assert run.port(edits.ScriptText("train.py", found.after, tree)).after == found.after
     if found.library == "hvdkit":
         assert found.after == path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        HEAD + LOOP,
-        (HEAD + LOOP).replace("\n", "\r\n"),
-        (HEAD + LOOP).replace("    ", "\t"),
-        HEAD.replace("import", "\fimport", 1) + LOOP,
-        "\ufeff" + HEAD + "# Größe\n" + LOOP + "x = 'ü'",
-        HEAD + LOOP.replace("loader = ", "loader = \\\n  ").replace("lr=0.1)", "lr = 0.1 )  # a rate ;"),
-    ],
-)
-def test_what_is_not_changed_stays_byte_for_byte(content: str) -> None:
-    before, found = content.encode().splitlines(keepends=True), ported(content)
-    made = found.after.splitlines(keepends=True)
-    changed = [old for tag, i, j, *_ in difflib.SequenceMatcher(None, before, made, autojunk=False).get_opcodes()
-               if tag != "equal" for old in before[i:j]]  # fmt: skip
-    assert all(re.search(rb"SGD|DataLoader\(", line) for line in changed), changed
-    assert len(changed) == 2
-    ends = {line[len(line.rstrip(b"\r\n")) :] for line in made}
-    assert ends <= {b"\r\n" if "\r\n" in content else b"\n", b""}
-    assert found.left == ()
 
 
 def test_latin_1_is_kept() -> None:
@@ -255,7 +234,7 @@ def test_seeds_make_the_data_the_same_and_each_ranks_numbers_its_own() -> None:
         ("optimizer.step()\n", "optimizer.step()\nlogs = [open('l', 'w')]\n", "`open` runs on every rank"),
         ("for epoch", "with mlflow.start_run():\n  for epoch", "in a statement that trains, too"),
         ("for epoch", "writer = SummaryWriter()\nruns = [writer]\nfor epoch", "as part of a larger statement"),
-        ("optimizer.step()\n", "optimizer.step()\nprint(evaluate(model))\n", "changes a model's mode"),
+        ("optimizer.step()\n", "optimizer.step()\nprint(evaluate(model))\n", "calls `model.eval`"),
         ("for epoch", "lr = wandb.config.lr\nfor epoch", "is read on every rank"),
         ("model = ", "from numpy.random import rand\nmodel = rand() and ", "without a seed every rank draws"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, 'm')\ntorch.load('m')\n", "may read it"),
@@ -424,6 +403,271 @@ def test_the_import_of_images_that_shares_its_line_is_listed() -> None:
     content = f"import horovod.keras as hvd\n{images}{{}}\nhvd.init()\nflow = ImageDataGenerator()\n"
     assert "from tensorflow.keras.preprocessing.image" in after(content.format(""))
     assert "shares its line" in one_reason(content.format("; import os"))
+
+
+# Odd scripts ----------------------------------------------------------------------------------------------------------
+
+FIT = """\
+import keras
+import numpy as np
+x, y = np.zeros((64, 4)), np.zeros((64, 1))
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(x, y)
+"""
+HOROVOD = """\
+import torch
+import horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for step in range(10):
+    optimizer.zero_grad()
+    model(torch.rand(8, 4)).sum().backward()
+    optimizer.step()
+"""
+DDP = """\
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    optimizer.zero_grad()
+    loss = model(torch.rand(8, 4)).sum()
+    loss.backward()
+    optimizer.step()
+"""
+LAST = "        optimizer.step()\n"
+TWO = "    optimizer.step()\n"
+ODD = [
+    # a script, what is replaced in it, what changes besides what changes in the script itself, what is listed
+    ("parentheses", LOOP, "(data, batch_size=2)", "((data), (2), (True), sampler=(None))", """\
+-loader = DataLoader((data), (2), (True), sampler=(None))
++loader = hk.shard((data), world, (2), shuffle=(True))""", ""),
+    ("parentheses over lines", LOOP, "(data, batch_size=2)", "(( # (\n  (data) # )\n ), 2)", """\
+-loader = DataLoader(( # (
++loader = hk.shard(( # (
+- ), 2)
++ ), world, 2, shuffle=False)""", ""),
+    ("function in parentheses", LOOP, "DataLoader(data, batch_size=2)", "(DataLoader)(data, 2, True)", """\
+-loader = (DataLoader)(data, 2, True)
++loader = (hk.shard)(data, world, 2, shuffle=True)""", ""),
+    ("bar in parentheses", LOOP, "in loader", "in tqdm((loader))", """\
+-    for (x,) in tqdm((loader)):
++    for (x,) in tqdm((loader), disable=not world.is_root):""", ""),
+    ("bar that a walrus names", LOOP, "in range(2)", "in (bar := trange(2, desc=f'é (', ))", """\
+-for epoch in (bar := trange(2, desc=f'é (', )):
++for epoch in (bar := trange(2, desc=f'é (', disable=not world.is_root, )):""", ""),
+    ("comments between arguments", LOOP, "(data, batch_size=2)",
+     "(\n    data,  # all\n    batch_size=2,  # small\n)", """\
+-loader = DataLoader(
+-    data,  # all
++loader = hk.shard(
++    data, world,  # all
++    shuffle=False,""", ""),
+    ("comments of arguments that go", LOOP, "(data, batch_size=2)",
+     "(data,  # all\n  sampler=None,  # none\n  batch_size=2,  # small\n  drop_last=True)  # end", """\
+-loader = DataLoader(data,  # all
+-  sampler=None,  # none
+-  batch_size=2,  # small
+-  drop_last=True)  # end
++loader = hk.shard(data, world,  # all
++  batch_size=2, shuffle=False,  # small
++  )  # end""", ""),
+    ("stars", LOOP, "(data, batch_size=2)", "(data, **(small if big else {}))", """\
+-loader = DataLoader(data, **(small if big else {}))
++loader = hk.shard(data, world, **({"shuffle": False, **(small if big else {})}))""", ""),
+    ("no argument is left", FIT, '"mse")', '"mse")\nmodel.compile(experimental_run_tf_function=False,)', """\
+-model.compile(experimental_run_tf_function=False,)
++model.compile()""", ""),
+    ("arrays in parentheses", FIT, "fit(x, y)", "fit((x),  # in\n    (y),  # out\n    (16), (2))", """\
+-model.fit((x),  # in
+-    (y),  # out
+-    (16), (2))
++model.fit(hk.shard((x, y), world, 16),  # in
++    epochs=(2), callbacks=[hk.BroadcastState()])""", ""),
+    ("no callbacks", FIT, "fit(x, y)", "fit(x, y, callbacks=(None))", """\
+-model.fit(x, y, callbacks=(None))
++model.fit(hk.shard((x, y), world, 32), callbacks=([hk.BroadcastState()]))""", ""),
+    ("perhaps callbacks", FIT, "model.fit(x, y)", "given = None\nmodel.fit(x, y, callbacks=given)", """\
+-model.fit(x, y, callbacks=given)
++model.fit(hk.shard((x, y), world, 32), callbacks=[hk.BroadcastState(), *(given or [])])""", ""),
+    ("one of two lists", FIT, "fit(x, y)", "fit(x, y, callbacks=[a] if b else [])", """\
+-model.fit(x, y, callbacks=[a] if b else [])
++model.fit(hk.shard((x, y), world, 32), callbacks=[hk.BroadcastState(), *([a] if b else [])])""", ""),
+    ("a callback without a list", FIT, "fit(x, y)", "fit(x, y, callbacks=keras.callbacks.EarlyStopping())", """\
+-model.fit(x, y, callbacks=keras.callbacks.EarlyStopping())
++model.fit(hk.shard((x, y), world, 32), callbacks=[hk.BroadcastState(), keras.callbacks.EarlyStopping()])""", ""),
+    ("edits in a list with a comment", FIT, "fit(x, y)",
+     "fit(x, y, callbacks=[\n    # the best\n    keras.callbacks.ModelCheckpoint('a.h5'),\n])", """\
+-model.fit(x, y, callbacks=[
++model.fit(hk.shard((x, y), world, 32), callbacks=[hk.BroadcastState(),
+-    keras.callbacks.ModelCheckpoint('a.h5'),
++    keras.callbacks.ModelCheckpoint('a.keras'),""", ""),
+    ("a backslash and blanks", LOOP, "DataLoader(data, batch_size=2)",
+     "\\\n  DataLoader( data , batch_size = 2 )  # a ;", """\
+-  DataLoader( data , batch_size = 2 )  # a ;
++  hk.shard( data, world , batch_size = 2, shuffle=False )  # a ;""", ""),
+    ("tabs", LOOP, LAST, f"{LAST}if x:\n\tif y:\n\t\tprint(1,\n2)\n", """\
+-		print(1,
+-2)
++		if world.is_root:
++		    print(1,
++    2)""", ""),
+    ("elif on one line", LOOP, LAST, f"{LAST}if x > 2: print(1)\nelif x: print(2)\n", "", "shares its line"),
+    ("a block behind a backslash", LOOP, LAST, f"{LAST}if x > 2: \\\n    print(1)\n", """\
+-if x > 2: \\
+-    print(1)
++if world.is_root:
++    if x > 2: \\
++        print(1)""", ""),
+    ("a form feed", LOOP, LAST, f"{LAST}\fprint(1)\n", "", "shares its line"),
+    ("the first statements share a line", LOOP, "data = ", "seed = 1; data = ", "", ""),
+    ("no import above the data", LOOP, "data = ", '__version__ = "1"\nSIZE: int = 8\nimport os\ndata = ', "", ""),
+    ("the rate changes on one line", LOOP, LAST, f"{LAST}if x: print(1); scheduler.step()\n", "", "`scheduler.step`"),
+    ("the mode changes", LOOP, LAST, f"{LAST}with open('a', 'w') as f:\n    model.eval()\n", "", "calls `model.eval`"),
+    ("a batch is taken", LOOP, LAST, f"{LAST}print(next(iter(loader)))\n", "", "calls `next`"),
+    ("a walrus that is used", LOOP, LAST, f"{LAST}print(n := 3)\nn += 1\nm = n\n", "", "makes `n`"),
+    ("a walrus in brackets", LOOP, LAST, f"{LAST}print([n for n in x])\nm = n\n", """\
+-print([n for n in x])
++if world.is_root:
++    print([n for n in x])""", ""),
+    ("match", LOOP, LAST, f"{LAST}match x:\n  case 1: print(1)\n  case _:\n    # c\n    print(('''a\n b'''))\n", """\
+-    print(('''a
++    if world.is_root:
++        print(('''a""", "shares its line"),
+    ("a decorated function", LOOP, LAST,
+     f"{LAST}@torch.no_grad()  # c\n# d\ndef f(a):\n\n    print(a,\n'b')\n\nf(1)\n", """\
+-    print(a,
+-'b')
++    if world.is_root:
++        print(a,
++    'b')""", ""),
+    ("a function on one line", LOOP, LAST, f"{LAST}def f(a): print(a)\nf(1)\n", "", "shares its line"),
+    ("a text over lines", LOOP, LAST, f"{LAST}print('''a\n b''')\n", """\
+-print('''a
++if world.is_root:
++    print('''a""", ""),
+    ("ends of lines that are none", LOOP, LAST, f"{LAST}print('\u2028')  # a\fb\n", """\
+-print('\u2028')  # a\fb
++if world.is_root:
++    print('\u2028')  # a\fb""", ""),
+    ("skip_synchronize", HOROVOD, TWO, """\
+    with (  # (
+          (optimizer).skip_synchronize()):  # now
+            # first
+
+            optimizer.step(); print(f'''{hvd.rank()}
+  a''')
+# flush left
+            print(
+text)
+""", """\
+-    with (  # (
+-          (optimizer).skip_synchronize()):  # now
+-            # first
+-            optimizer.step(); print(f'''{hvd.rank()}
+-            print(
++    # first
++    optimizer.step(); print(f'''{world.rank}
++    print(""", ""),
+    ("skip_synchronize on one line", HOROVOD, TWO, f"    with optimizer.skip_synchronize(): {TWO.lstrip()}", """\
+-    with optimizer.skip_synchronize(): optimizer.step()
++    optimizer.step()""", ""),
+    ("parentheses around all", HOROVOD, "(optimizer, named_parameters=model.named_parameters())",
+     "((optimizer), # o\n  (model.named_parameters()), compression=(hvd.Compression.fp16),\n"
+     " num_groups = (hvd.size()), )", """\
+-optimizer = hvd.DistributedOptimizer((optimizer), # o
+-  (model.named_parameters()), compression=(hvd.Compression.fp16),
+- num_groups = (hvd.size()), )
++optimizer = hk.distribute((optimizer), # o
++  model, compression=("fp16"),
++ groups = (world.size), )""", ""),
+    ("a root that is asked for", HOROVOD, "root_rank=0", "root_rank=(hvd.size() -\n  1)", """\
+-hvd.broadcast_parameters(model.state_dict(), root_rank=(hvd.size() -
++hk.broadcast_state(model, root=(world.size -""", ""),
+    ("f-strings", HOROVOD, TWO,
+     TWO + "    print(f'é {hvd.rank()!r:>{hvd.size()}} {{hvd}}' "
+     "f'''{\nhvd.rank()} {hvd.rank() == 0}''')\n",
+     """\
+-    print(f'é {hvd.rank()!r:>{hvd.size()}} {{hvd}}' f'''{
+-hvd.rank()} {hvd.rank() == 0}''')
++    print(f'é {world.rank!r:>{world.size}} {{hvd}}' f'''{
++world.rank} {world.is_root}''')""", ""),
+    ("names behind backslashes", HOROVOD, "import torch\n",
+     "import torch\n"
+     "from horovod.torch import rank, \\\n  allreduce, \\\n  size\nprint(allreduce(rank()), size())\n", """\
+-from horovod.torch import rank, \\
+-  allreduce, \\
+-  size
+-print(allreduce(rank()), size())
++from horovod.torch import allreduce
++print(allreduce(world.rank), world.size)""", ""),
+    ("messages", DDP, TWO, TWO + "    dist.all_reduce(loss[: dist.get_world_size()])\n"
+     "    dist.broadcast(loss, src=dist.get_world_size() - 1)  # c\n    dist.barrier(); dist.barrier()\n", """\
++import horovod.torch as hvd
+-    dist.all_reduce(loss[: dist.get_world_size()])
+-    dist.broadcast(loss, src=dist.get_world_size() - 1)  # c
+-    dist.barrier(); dist.barrier()
++    hvd.allreduce_(loss[: world.size], op=hvd.Sum)
++    hvd.broadcast_(loss, root_rank=world.size - 1)  # c
++    hvd.barrier(); hvd.barrier()""", ""),
+    ("a model that asks for its GPU", DDP, "torch.nn.Linear(4, 1)",
+     '\n\tnet  # n\n\t.to(int(os.environ["LOCAL_RANK"])),\n\tdevice_ids=[dist.get_rank()],  # gone\n', """\
+-model = DDP(
+-	net  # n
+-	.to(int(os.environ["LOCAL_RANK"])),
+-	device_ids=[dist.get_rank()],  # gone
+-)
++model = (net  # n
++	.to(world.local_rank))""", ""),
+    ("no_sync on one line", DDP, "    loss.backward()\n", "    with model.no_sync(): loss.backward()\n", """\
+-    with model.no_sync(): loss.backward()
++    with hk.no_sync(model): loss.backward()""", ""),
+]  # fmt: skip
+
+
+def changes(before: str, made: str) -> Counter[str]:
+    lines = difflib.unified_diff(*(re.split(r"\r\n|\r|\n", one) for one in (before, made)), n=0, lineterm="")
+    return Counter(one for one in lines if not re.match(r"---|\+\+\+|@", one))
+
+
+@cache
+def usual_changes(content: str) -> Counter[str]:
+    return changes(content, after(content))
+
+
+@pytest.mark.parametrize(("base", "old", "new", "wanted", "why"), [pytest.param(*row, id=name) for name, *row in ODD])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["lf", "crlf", "cr"])
+def test_an_odd_script_changes_where_it_must_and_nowhere_else(
+    base: str, old: str, new: str, wanted: str, why: str, end: str
+) -> None:
+    head = "\ufeff\f'''Größe'''\n" + HEAD * (base is LOOP) + "from tqdm import tqdm, trange\n"
+    assert old in base
+    content = (head + base.replace(old, new, 1)).replace("\n", end)
+    found, usual = ported(content), usual_changes(head + base)
+    compile(found.after, "train.py", "exec")
+    made = found.after.decode()
+    assert sorted((changes(content, made) - usual).elements()) == sorted(filter(None, wanted.split("\n")))
+    for call in ("hk.init(", "hk.pin_device(", "hk.distribute(", "hk.broadcast_state(", ".BroadcastState(", "seed("):
+        assert made.count(call) == sum(line.count(call) for line in usual if line[0] == "+"), call
+    assert set(re.findall(r"\r\n|\r|\n", made)) == {end}
+    assert any(why in one.why for one in found.left) if why else not found.left, found.left
+
+
+def test_one_change_that_does_not_fit_is_listed_and_all_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits.ScriptText, "stands_alone", lambda self, statement: True)
+    found = ported(HEAD + LOOP + "if data: pass\nelse: print(2)\nprint(3)\n")
+    assert [(one.line, "does not fit the text" in one.why) for one in found.left] == [(20, True)]
+    made = found.after.decode()
+    assert made.endswith("if data: pass\nelse: print(2)\nif world.is_root:\n    print(3)\n")
+    assert "hk.shard(data" in made
 
 
 # The command ----------------------------------------------------------------------------------------------------------

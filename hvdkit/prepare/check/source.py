@@ -42,9 +42,7 @@ def read_script(path: str) -> Script:
         )
     try:
         content = files.content(Path(path))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the style of a script that is not ours
-            return Script(path, ast.parse(decoded(content)[0], filename=path), content)
+        return Script(path, parsed(content, path), content)
     except OSError as error:
         raise InvalidArgumentError(
             f"{path} cannot be read ({error.strerror}); give the path of a Python script."
@@ -63,6 +61,13 @@ def read_script(path: str) -> Script:
         raise InvalidArgumentError(f"{path} is not Python ({error}); give a Python script.") from error
     except (RecursionError, MemoryError) as error:
         raise too_deep(path) from error
+
+
+def parsed(content: bytes, path: str) -> ast.Module:
+    """A script's tree, without warnings about the style of what is not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(decoded(content)[0], filename=path)
 
 
 def too_deep(path: str) -> InvalidArgumentError:

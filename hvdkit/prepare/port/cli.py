@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -101,10 +103,8 @@ def _is_equal(ported: Ported, arguments: tuple[str, ...], steps: int, timeout: f
 
 
 def _show_diff(ported: Ported) -> None:
-    before, after = (one.decode(ported.before.encoding).splitlines(keepends=True)
-                     for one in (ported.before.content, ported.after))  # fmt: skip
-    path = ported.before.path
-    lines = difflib.unified_diff(before, after, path, path)
-    click.echo(
-        "".join(one if one.endswith("\n") else f"{one}\n\\ No newline at end of file\n" for one in lines), nl=False
-    )
+    before, after = (re.findall(rb".*\n|.+", one) for one in (ported.before.content, ported.after))
+    path = os.fsencode(ported.before.path)
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, path, path)
+    ended = (one if one.endswith(b"\n") else one + b"\n\\ No newline at end of file\n" for one in lines)
+    click.echo(b"".join(ended), nl=False)

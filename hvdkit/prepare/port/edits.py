@@ -6,22 +6,28 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Callable, Sequence
-from functools import cache
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import groupby
 from typing import NamedTuple
 
-from hvdkit.prepare.check.source import decoded, read_script
+from hvdkit.prepare.check.source import decoded, parsed, read_script
 
 Change = Callable[[str], str]
 """Makes the new text of a piece, from its text in which all that lies within has changed."""
 _NOTHING = re.compile(r"[ \t\f]*(#.*)?$")
 """A line without code."""
-
-
+MISFITS = (SyntaxError, tokenize.TokenError)
+"""What is raised where changes do not fit the text."""
+_BETWEEN = re.compile(rb"(\s|\\[\r\n]|#[^\r\n]*)*")
+"""What may stand between two parts of an expression."""
+_MOVED = re.compile("\0(\\d+) (\\d+)\0")
+"""In new code: here stands this piece of the old text, with what changes in it."""
 _Placed = ast.expr | ast.stmt | ast.keyword | ast.alias
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A piece of the text: bytes of UTF-8, and which of several of the same bytes holds the others."""
 
     start: int
@@ -53,10 +59,10 @@ class ScriptText:
         """The statements among which one stands."""
         return self._blocks.get(statement, [])
 
-    def piece(self, node: _Placed, level: int = 0) -> _Piece:
+    def piece(self, node: _Placed, level: int = 0) -> Piece:
         """Where a node is."""
         end = self.starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        return _Piece(self.starts[node.lineno - 1] + node.col_offset, end, level)
+        return Piece(self.starts[node.lineno - 1] + node.col_offset, end, level)
 
     def lines(self, first: int, after: int) -> str:
         """The text of lines that are counted from 1, up to one."""
@@ -65,18 +71,67 @@ class ScriptText:
 
     def source(self, node: ast.AST) -> str:
         """The text of an expression, as the owner wrote it, on one line."""
-        start, end, _ = self.piece(node) if isinstance(node, ast.expr) else _Piece(0, 0)
+        start, end, _ = self.piece(node) if isinstance(node, ast.expr) else Piece(0, 0)
         written = self.data[start:end].decode()
         return written if written and "\n" not in written and "\r" not in written else ast.unparse(node)
+
+    def moved(self, node: ast.expr) -> str:
+        """What stands in new code for the text of an expression, and for all that changes in it."""
+        start, end, _ = self.piece(node)
+        try:
+            ast.parse(self.data[start:end], mode="eval")
+        except SyntaxError:  # it goes on over lines because something around it has brackets
+            return f"(\0{start} {end}\0)"
+        return f"\0{start} {end}\0"
+
+    def argument(self, whole: ast.AST, node: _Placed) -> Piece:
+        """Where an argument of a call is, with the parentheses around it; or a name of an import, which has none."""
+        start, end, _ = self.piece(node)
+        if not isinstance(whole, ast.Call):
+            return Piece(start, end)
+        beside: list[_Placed] = [whole.func, *whole.args, *whole.keywords]
+        before = max(x for one in beside if (x := self.piece(one).end) <= start)
+        gap = re.sub(rb"#[^\r\n]*", lambda comment: b" " * len(comment.group()), self.data[before:start])
+        opened = [before + one.start() for one in re.finditer(rb"\(", gap)]
+        while opened and (closed := self.over(end, b")")) != end and closed < self.piece(whole).end:
+            start, end = opened.pop(), closed
+        return Piece(start, end)
+
+    def over(self, position: int, marks: bytes) -> int:
+        """Behind one of these marks, where it is the next after a position, over comments and ends of lines."""
+        found = _BETWEEN.match(self.data, position)
+        at = found.end() if found else position
+        return at + 1 if at < len(self.data) and self.data[at : at + 1] in marks else position
+
+    def line(self, position: int) -> int:
+        """The line of a place, counted from 1."""
+        return bisect_right(self.starts, position)
+
+    def own_lines(self, start: int, end: int) -> Piece | None:
+        """The lines on which nothing else stands than this piece and a comment; None where something does."""
+        line = self.line(start)
+        first, after = self.starts[line - 1], [*self.starts, len(self.data)][self.line(end - 1)]
+        continued = line > 1 and re.fullmatch(rb"[^#]*\\\s*", self.data[self.starts[line - 2] : first])
+        rest = re.fullmatch(rb"\s*(#.*)?\s*", self.data[end:after])
+        return None if continued or self.data[first:start].strip(b" \t") or not rest else Piece(first, after)
 
     def stands_alone(self, statement: ast.AST) -> bool:
         """Whether a statement shares its lines with no other, so that code can be put above and below it."""
         if not isinstance(statement, ast.stmt) or statement not in self._blocks:
             return False
         start, end, _ = self.piece(statement)
-        before = self.data[self.starts[statement.lineno - 1] : start]
-        after = self.data[end : [*self.starts, len(self.data)][statement.end_lineno or 0]]
-        return not before.strip() and re.fullmatch(r"\s*;?\s*(#.*)?\s*", after.decode()) is not None
+        goes_on = isinstance(statement, ast.If) and self.data.startswith(b"elif", start)
+        return not goes_on and self.own_lines(start, self.over(end, b";")) is not None
+
+    @cached_property
+    def unit(self) -> str:
+        """By what the script's first block is indented."""
+        for node in (one for one in ast.walk(self.tree) if isinstance(one, ast.stmt)):
+            first: ast.AST | None = next(iter(getattr(node, "body", None) or []), None)
+            if isinstance(first, ast.stmt) and first.lineno > node.lineno and self.stands_alone(first):
+                line = self.data[self.starts[first.lineno - 1] :]
+                return line[node.col_offset : first.col_offset].decode()
+        return "    "
 
 
 def read(path: str) -> ScriptText:
@@ -94,13 +149,25 @@ class Edits:
 
     def __init__(self, text: ScriptText) -> None:
         self.text = text
-        self._changes: dict[_Piece, list[Change]] = {}
+        self._changes: dict[Piece, list[Change]] = {}
+        self._added: dict[ast.Call, list[tuple[int | None, str]]] = {}
+        self._dropped: dict[ast.Call | ast.Import | ast.ImportFrom, list[ast.AST]] = {}
         self._statements: dict[ast.stmt, dict[str, list[str]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._changes or self._statements)
+        return bool(self._changes or self._added or self._dropped or self._statements)
 
-    def change(self, piece: _Piece, make: Change) -> None:
+    def copy(self) -> Edits:
+        """As they are now, to come back to."""
+        made = Edits(self.text)
+        made._changes = {piece: [*found] for piece, found in self._changes.items()}
+        made._added = {call: [*found] for call, found in self._added.items()}
+        made._dropped = {whole: [*found] for whole, found in self._dropped.items()}
+        made._statements = {one: {how: [*codes] for how, codes in found.items()}
+                            for one, found in self._statements.items()}  # fmt: skip
+        return made
+
+    def change(self, piece: Piece, make: Change) -> None:
         """Make another text of a piece, once: two calls of ``fit`` may ask for the same of their data set."""
         made = self._changes.setdefault(piece, [])
         if make not in made:
@@ -108,26 +175,13 @@ class Edits:
 
     def add(self, call: ast.Call, argument: str, place: int | None = None) -> None:
         """Give a call one more argument, at the end or at a place further up."""
-        given = [self.text.piece(one) for one in _in_order([*call.args, *call.keywords])]
-        end = self.text.piece(call).end
-        separator = ", " if given else ""
-        if place is None or place >= len(given):
-            place = len(given)
-            if len(given) > 1 and b"," in self.text.data[given[-1].end : end]:  # one argument a line
-                separator = self.text.data[given[-2].end : given[-1].start].decode()
-        at = given[place - 1].end if given else end - 1
-        self.change(_Piece(at, at), _adding(f"{separator}{argument}"))
+        added = self._added.setdefault(call, [])
+        if (place, argument) not in added:
+            added.append((place, argument))
 
-    def drop(self, whole: Sequence[_Placed], gone: Sequence[ast.AST]) -> None:
-        """Take some of the arguments of a call, or of the names of an import, out; not all of them."""
-        ordered = _in_order(whole)
-        pieces = [self.text.piece(one) for one in ordered]
-        kept = next(place for place, one in enumerate(ordered) if one not in gone)
-        if kept:
-            self.change(_Piece(pieces[0].start, pieces[kept].start), to(""))
-        for place in range(kept + 1, len(ordered)):
-            if ordered[place] in gone:
-                self.change(_Piece(pieces[place - 1].end, pieces[place].end), to(""))
+    def drop(self, whole: ast.Call | ast.Import | ast.ImportFrom, gone: Sequence[ast.AST]) -> None:
+        """Take some of the arguments of a call, or of the names of an import, out."""
+        self._dropped.setdefault(whole, []).extend(gone)
 
     def edit(self, how: str, statement: ast.stmt, code: str = "") -> None:
         """Change a statement as a whole.
@@ -138,6 +192,11 @@ class Edits:
                 "remove" it, with the comments directly above it; "unwrap" the block of a ``with``; "guard" it by a
                 condition.
         """
+        if how == "unwrap" and isinstance(statement, ast.With):
+            header = self._header(statement)
+            self.change(header, to(""))
+            if header.end == self.text.piece(statement.body[0]).start:  # all of it on one line
+                return
         codes = self._statements.setdefault(statement, {}).setdefault(how, [])
         if code not in codes:
             codes.append(code)
@@ -145,14 +204,17 @@ class Edits:
     def made(self) -> bytes:
         """The script with all changes."""
         text = self.text
-        changes = dict(self._changes)
+        changes = {piece: [*found] for piece, found in self._changes.items()}
+        for whole in dict.fromkeys([*self._dropped, *self._added]):
+            for piece, code in self._arguments(whole):
+                changes.setdefault(piece, []).append(_adding(code) if code else to(""))
         for statement in self._statements:
             first = self._first_line(statement)
             end = [*text.starts, len(text.data)][statement.end_lineno or statement.lineno]
-            changes[_Piece(text.starts[first - 1], end, 2)] = [self._around(statement, first)]
+            changes[Piece(text.starts[first - 1], end, 2)] = [self._around(statement, first)]
         order = sorted(changes, key=lambda one: (one.start, one.start != one.end, -one.end, -one.level))
 
-        def rendered(piece: _Piece, inside: list[_Piece]) -> str:
+        def rendered(piece: Piece, inside: list[Piece]) -> str:
             """The text of a piece, from the inside out."""
             made, at = "", piece.start
             while inside:
@@ -164,9 +226,60 @@ class Edits:
             made += text.data[at : piece.end].decode()
             for change in changes.get(piece, ()):
                 made = change(made)
-            return made
+            return _MOVED.sub(lambda found: moved(int(found[1]), int(found[2])), made)
 
-        return rendered(_Piece(0, len(text.data), 3), order).encode(text.encoding)
+        def moved(start: int, end: int) -> str:
+            """The text of an expression that stands elsewhere now, without what is asked of its old place."""
+            inside = [one for one in order if start <= one.start < end and start < one.end <= end]
+            return rendered(Piece(start, end, 3), [one for one in inside if one[:2] != (start, end) or not one.level])
+
+        return rendered(Piece(0, len(text.data), 3), [*order]).encode(text.encoding)
+
+    def parsed(self) -> ScriptText:
+        """The script with all changes, read again; raises one of ``MISFITS`` where it would be no Python."""
+        content = self.made()
+        tree = parsed(content, self.text.path)
+        compile(tree, self.text.path, "exec", dont_inherit=True)
+        return ScriptText(self.text.path, content, tree)
+
+    def _arguments(self, whole: ast.Call | ast.Import | ast.ImportFrom) -> Iterator[tuple[Piece, str]]:
+        """The pieces of a call or of an import that go, and, with their text, those that come."""
+        text, gone = self.text, self._dropped.get(whole, [])
+        given = _in_order([*whole.args, *whole.keywords] if isinstance(whole, ast.Call) else whole.names)
+        pieces = [text.argument(whole, one) for one in given]
+        kept = [place for place, one in enumerate(given) if one not in gone]
+        for stays, run in groupby(range(len(given)), lambda place: place in kept):
+            if not stays:
+                places = [*run]
+                yield self._run(pieces, places[0], places[-1], bool(kept)), ""
+        for place, code in self._added.get(whole, ()) if isinstance(whole, ast.Call) else ():
+            before = [one for one in kept if place is None or one < place]
+            if not before:
+                at = text.piece(whole).end - 1
+                yield Piece(at, at), code
+                continue
+            start, end, _ = pieces[before[-1]]
+            comma = text.over(end, b",")
+            lines = text.own_lines(start, comma)
+            if comma != end and lines and before[-1] == len(given) - 1:  # one argument a line
+                indent = text.data[lines.start : start].decode()
+                yield Piece(lines.end, lines.end), f"{indent}{code},{text.newline}"
+            else:
+                yield Piece(end, end), f", {code}"
+
+    def _run(self, pieces: list[Piece], first: int, last: int, some_stay: bool) -> Piece:
+        """What goes with the arguments from one to another, so that a comment stays with its argument."""
+        text, start, end = self.text, pieces[first].start, pieces[last].end
+        comma = text.over(end, b",")
+        if not some_stay:
+            return Piece(start, comma)
+        if lines := text.own_lines(start, comma):
+            return lines
+        before = pieces[first - 1].end if first else start
+        if last + 1 < len(pieces):
+            beside = first and not re.search(rb"[\r\n]", text.data[before:start])
+            return Piece(text.over(before, b","), comma) if beside else Piece(start, pieces[last + 1].start)
+        return Piece(start, comma) if b"#" in text.data[before:start] else Piece(before, end)
 
     # Statements -------------------------------------------------------------------------------------------------------
 
@@ -191,11 +304,11 @@ class Edits:
         text, how = self.text, self._statements[statement]
         start = _start(statement)
         above = text.lines(first, start)
-        indent = text.data[text.starts[statement.lineno - 1] :][: statement.col_offset].decode()
+        indent = re.sub(r"[^ \t].*", "", text.lines(statement.lineno, statement.lineno + 1), flags=re.DOTALL)
         beside = text.block(statement)
 
         def lines(*codes: str) -> str:
-            unit, newline = self._unit, text.newline
+            unit, newline = text.unit, text.newline
             found = [line for code in codes for line in code.split("\n")]
             found = [re.sub("^( {4})+", lambda spaces: unit * (len(spaces.group()) // 4), line) for line in found]
             return "".join(f"{indent}{line}{newline}" if line else newline for line in found)
@@ -205,7 +318,7 @@ class Edits:
             tail = lines(*how.get("after", ()))
             lead, middle = above, old[len(above) :]
             if "remove" in how:
-                kept = lead.splitlines(keepends=True)
+                kept = _lines(lead)
                 while kept and kept[-1].strip():  # a comment on what is gone
                     kept.pop()
                 gone = all(set(self._statements.get(one, {})) == {"remove"} for one in beside)
@@ -213,8 +326,7 @@ class Edits:
                 return "".join([*kept, head, tail, last])
             if "unwrap" in how:
                 inside: ast.stmt = getattr(statement, "body", [statement])[0]
-                body = middle.splitlines(keepends=True)[inside.lineno - start :]
-                middle = _reindented("".join(body), lambda line: line[inside.col_offset - statement.col_offset :])
+                middle = _reindented(middle, _outward(inside.col_offset - statement.col_offset))
             elif "swap" in how:
                 end = self.text.piece(statement).end
                 rest = text.data[end : [*text.starts, len(text.data)][statement.end_lineno or 0]].decode()
@@ -222,7 +334,7 @@ class Edits:
                 new = lines(*how["swap"][-1:])
                 middle = new.removesuffix(text.newline) + rest if simple else new
             elif "guard" in how:
-                inner = _reindented(middle, lambda line: self._unit + line if line.strip() else line)
+                inner = _reindented(middle, _inward(indent, text.unit))
                 middle = f"{indent}if {how['guard'][0]}:{text.newline}{inner}"
             if tail and not middle.endswith(("\n", "\r")):  # the last line of the script
                 return f"{head}{lead}{middle}{text.newline}{tail}".removesuffix(text.newline)
@@ -230,30 +342,43 @@ class Edits:
 
         return make
 
-    @property
-    def _unit(self) -> str:
-        """By what the script's first block is indented."""
-        for node in (one for one in ast.walk(self.text.tree) if isinstance(one, ast.stmt)):
-            first: ast.AST | None = next(iter(getattr(node, "body", None) or []), None)
-            if isinstance(first, ast.stmt) and first.lineno > node.lineno and self.text.stands_alone(first):
-                line = self.text.data[self.text.starts[first.lineno - 1] :]
-                return line[node.col_offset : first.col_offset].decode()
-        return "    "
+    def _header(self, statement: ast.With) -> Piece:
+        """``with ...:``, with its lines where the block begins on another."""
+        text, item, inside = self.text, statement.items[-1], statement.body[0]
+        end = text.piece(item.optional_vars or item.context_expr).end
+        while (further := text.over(end, b"),:")) != end:
+            end = further
+        if _start(inside) == text.line(end):
+            return Piece(text.piece(statement).start, text.piece(inside).start)
+        return Piece(text.starts[statement.lineno - 1], text.starts[text.line(end)])
+
+
+def _lines(code: str) -> list[str]:
+    """The lines of a text, as Python counts them, with their ends."""
+    return [one for one in re.split(r"(?<=\n)|(?<=\r)(?!\n)", code) if one]
+
+
+def _inward(indent: str, unit: str) -> Change:
+    """A line further to the right, by tabs or blanks in front of it or behind those that it shares with its block."""
+    return lambda line: re.sub(f"^({indent})?", rf"\g<0>{unit}", line) if line.strip() else line
+
+
+def _outward(width: int) -> Change:
+    """A line further to the left, as far as it can go."""
+    return lambda line: line[min(width, len(line) - len(line.lstrip(" \t"))) :] if line.strip() else line
 
 
 def _reindented(code: str, make: Change) -> str:
     """Lines of code under another indentation; those that begin within a text stay."""
-    deep = "if 1:\n" if code[:1].isspace() else ""
     inside: set[int] = set()
     begun: list[int] = []
-    for token in tokenize.generate_tokens(io.StringIO(deep + code).readline):
+    for token in tokenize.generate_tokens(io.StringIO("if 1:\n" + re.sub(r"\r\n?", "\n", code)).readline):
         kind = tokenize.tok_name[token.type]
         if kind == "FSTRING_START":
             begun.append(token.start[0])
         elif kind in ("STRING", "FSTRING_END"):
             inside |= set(range((begun.pop() if kind == "FSTRING_END" else token.start[0]) + 1, token.end[0] + 1))
-    lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", code)
-    return "".join(one if at in inside else make(one) for at, one in enumerate(lines, 1 + bool(deep)))
+    return "".join(one if at in inside else make(one) for at, one in enumerate(_lines(code), 2))
 
 
 def _start(statement: ast.stmt) -> int:
@@ -279,6 +404,12 @@ def to(code: str) -> Change:
 def around(template: str) -> Change:
     """An expression that holds this one where ``template`` says ``__``."""
     return lambda old: template.replace("__", old)
+
+
+def starred(node: ast.expr) -> str:
+    """``__``, for what a star is put in front of; in brackets where that needs them."""
+    closed = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple, ast.Dict)
+    return "__" if isinstance(node, closed) else "(__)"
 
 
 @cache

@@ -47,8 +47,8 @@ def port(plan: PortPlan) -> None:
     plan.each(_message, [one for one in case.events if case.name(one.node).startswith(_DIST)])
     plan.each(_sampler, [one for one in case.events if case.name(one.node) in SAMPLERS])
     for event in case.methods("no_sync"):
-        with plan.sure():
-            plan.change(event.node, to(f"{plan.hk}.no_sync({plan.src(receiver(event.node))})"))
+        with plan.sure(event.node):
+            plan.change(event.node, to(f"{plan.hk}.no_sync({plan.moved(receiver(event.node))})"))
     plan.replace_numbers(_DIST)
 
 
@@ -86,7 +86,7 @@ def _unwrap(plan: PortPlan, wraps: list[Event]) -> dict[str, str]:
         if name == inner:
             plan.edit("remove", home)
         else:
-            plan.change(call, to(inner))
+            plan.change(call, to(plan.moved(model)))
         for node in plan.case.nodes:
             if isinstance(node, ast.Attribute) and node.attr == "module" and call in plan.case.calls(node.value):
                 plan.change(node, lambda old: re.sub(r"\s*\.\s*module$", "", old))
@@ -129,12 +129,12 @@ def _message(plan: PortPlan, event: Event) -> None:
         plan.change(call, to(f"{plan.use_horovod()}.barrier()"))
     elif last in ("all_reduce", "broadcast"):
         odd = [one.arg for one in call.keywords if one.arg not in ("op", "tensor", "src")]
-        if odd or not call.args:
+        if odd or not call.args or has_stars(call):
             raise Unsure(call, f"dist.{last} with {odd[0] if odd else 'no tensor'}", "see docs/migrate.md")
-        hvd, given = plan.use_horovod(), plan.src(call.args[0])
+        hvd, given = plan.use_horovod(), plan.moved(call.args[0])
         if last == "broadcast":
             source = argument(call, "src", 1)
-            done = f"broadcast_({given}, root_rank={'0' if source is None else plan.src(source)})"
+            done = f"broadcast_({given}, root_rank={'0' if source is None else plan.moved(source)})"
         else:
             operation = argument(call, "op", 1)
             word = ast.unparse(operation).rpartition(".")[2] if operation is not None else "SUM"

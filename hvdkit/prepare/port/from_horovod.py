@@ -170,7 +170,7 @@ def _broadcasts(plan: PortPlan) -> None:
     for call, name in names.items():
         if name not in _SENT or call in done:
             continue
-        with plan.sure():
+        with plan.sure(call):
             statement = plan.alone(call)
             beside = plan.text.block(statement)
             below = beside[beside.index(statement) + 1 :][:1]
@@ -199,9 +199,9 @@ def _broadcast(plan: PortPlan, sent: dict[str, ast.Call]) -> str:
     if len(models) != 1 or has_stars(first) or len({ast.unparse(one) for one in roots}) > 1:
         raise Unsure(first, "the text does not show whose state is sent, or from where",
                      f"{plan.hk}.broadcast_state(model, optimizer)")  # fmt: skip
-    words = [*models, *([plan.src(optimizer)] if optimizer is not None else [])]
+    words = [*models, *([plan.moved(optimizer)] if optimizer is not None else [])]
     if roots and not is_constant(roots[0], 0):
-        words.append(f"root={plan.src(roots[0])}")
+        words.append(f"root={plan.moved(roots[0])}")
     return f"{plan.hk}.broadcast_state({', '.join(words)})"
 
 
@@ -209,14 +209,14 @@ def _broadcast(plan: PortPlan, sent: dict[str, ast.Call]) -> str:
 
 
 def _tensorflow(plan: PortPlan) -> None:
-    with plan.sure():
+    with plan.sure(1):
         _pin(plan)
     plan.each(_distribute, plan.of("horovod.", Role.DISTRIBUTE))
     plan.each(_callback, plan.of("horovod.", Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP))
     for event in plan.of("horovod.", Role.LOAD_MODEL):
         plan.leave(event.node, "Horovod's load_model wraps Keras 2's optimizers",
             f"model = keras.models.load_model(path); {plan.hk}.distribute(model.optimizer)")  # fmt: skip
-    with plan.sure():
+    with plan.sure(1):
         _broadcast_variables(plan)
 
 
@@ -285,7 +285,7 @@ def _callback(plan: PortPlan, event: Event) -> None:
     role = plan.case.role(call)
     if role == Role.BROADCAST_CALLBACK:
         root = argument(call, "root_rank", 0)
-        given = "" if root is None or is_constant(root, 0) else plan.src(root)
+        given = "" if root is None or is_constant(root, 0) else plan.moved(root)
         plan.change(call, to(f"{plan.hk}.BroadcastState({given})"))
     elif role == Role.AVERAGE_CALLBACK:
         plan.change(call, to(f"{plan.hk}.AverageMetrics({plan.use_world(call)})"))
@@ -303,7 +303,7 @@ def _rate(plan: PortPlan, call: ast.Call) -> None:
     for one, place in places.items():
         value = argument(call, one, place)
         if value is not None and not is_constant(value, None):
-            given.append(f"{one.removeprefix('warmup_')}={plan.src(value)}")
+            given.append(f"{one.removeprefix('warmup_')}={plan.moved(value)}")
     plan.change(call, to(f"{plan.hk}.{name}({', '.join(given)})"))
     plan.notes.append(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
 
@@ -370,7 +370,7 @@ def _before_first_step(
         lines = [f"{build}  # makes its variables"] if (build := _built(plan, function, call, model)) else []
         code = "\n".join([*lines, sent])
         if not is_constant(given[0], True):
-            code = f"if {plan.src(given[0])}:\n" + indent(code, "    ")
+            code = f"if {plan.moved(given[0])}:\n" + indent(code, "    ")
         made.append((statement, code))
     for statement, code in made:
         plan.edit("before", statement, code)

@@ -10,7 +10,7 @@ from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_consta
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import keras_2, on_root, seeds
-from hvdkit.prepare.port.edits import around, to
+from hvdkit.prepare.port.edits import around, starred, to
 from hvdkit.prepare.port.plan import PortPlan, Unsure, is_text
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "Adagrad": "0.01", "RMSprop": "0.01",
@@ -51,8 +51,7 @@ def port(plan: PortPlan) -> None:
 
 def _start(plan: PortPlan, first: Event) -> None:
     """``init`` and ``pin_device``: at the beginning of the function in which the training starts, or of the script."""
-    same = seeds.same_data(plan)
-    code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})" + (f"\n{same}" if same else "")
+    code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})"
     functions = plan.case.callees(first.stack[0]) if first.stack else []
     main = functions[0] if len(functions) == 1 and _holds_all(plan, first.stack[0]) else None
     plan.import_(f"import hvdkit.{plan.binding} as {plan.hk}")
@@ -61,12 +60,12 @@ def _start(plan: PortPlan, first: Event) -> None:
     else:
         body, last = plan.text.tree.body, plan.last_import()
         below = body if last is None else body[body.index(last) + 1 :]
-        begins = [one for one in below if not is_text(one) and plan.text.stands_alone(one)]
+        begins = [one for one in below if not is_text(one) and one.col_offset == 0]  # in front on its line
         if not begins:
             raise Unsure(first.node, "the text does not show where the script begins", "call hk.init() first")
         start, code = begins[0], f"\n{code}"
     plan.start = start
-    plan.edit("before", start, code)
+    plan.edits.edit("before", start, "\n".join([code, *seeds.same_data(plan, start)]))
 
 
 def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
@@ -85,7 +84,7 @@ def _torch(plan: PortPlan) -> None:
     case = plan.case
     made = [one for one in case.optimizers if one.reached]
     for event in made[:1]:
-        with plan.sure():
+        with plan.sure(event.node):
             home = plan.assigned(event.node)
             if home is not None:
                 seeds.of_each_rank(plan, plan.first_step(home, event) or home)
@@ -228,7 +227,7 @@ def _loader(plan: PortPlan, event: Event) -> None:
         if not shuffles and not ordered:
             plan.add(call, "False", "shuffle")
     elif not shuffles:
-        plan.change(stars[0].value, around('{"shuffle": False, **__}'))
+        plan.change(stars[0].value, around(f'{{"shuffle": False, **{starred(stars[0].value)}}}'))
     _whole_lengths(plan, call)
 
 
@@ -282,18 +281,18 @@ def _tensorflow(plan: PortPlan) -> None:
         plan.each(_compile, case.methods("compile"))
         fits = [one for one in case.fits if one.reached]
         for fit in fits[:1]:
-            with plan.sure():
+            with plan.sure(fit.node):
                 seeds.of_each_rank(plan, plan.statement(fit.node))
         plan.each(_fit, fits)
         return
-    with plan.sure():
+    with plan.sure(case.steps[0].node):
         _tapes(plan)
     sources = [one for loop in case.training_loops for one in case.drawn_from(loop)]
     if not sources:
         plan.leave(case.steps[0].node, "the training data come from no data set that the text shows",
             f"{plan.hk}.shard((x, y), {plan.world}, batch_size)")  # fmt: skip
     for one in sources:
-        with plan.sure():
+        with plan.sure(one):
             _data_set(plan, one)
 
 
@@ -412,10 +411,16 @@ def _fit(plan: PortPlan, event: Event) -> None:
     plan.use_world(call)
     if callbacks is None:
         plan.add(call, f"[{hk}.BroadcastState()]", "callbacks")
+    elif is_constant(callbacks, None):
+        plan.change(callbacks, to(f"[{hk}.BroadcastState()]"))
+    elif isinstance(callbacks, ast.Call) and case.name(callbacks).startswith("keras.callbacks."):
+        plan.change(callbacks, around(f"[{hk}.BroadcastState(), __]"))
     elif isinstance(callbacks, ast.List):
-        plan.change(callbacks, to(f"[{', '.join([f'{hk}.BroadcastState()', *map(plan.src, callbacks.elts)])}]"))
+        plan.put_first(callbacks, f"{hk}.BroadcastState()")
     else:
-        plan.change(callbacks, around(f"[{hk}.BroadcastState(), *__]"))
+        maybe = any(is_constant(one, None) for one in case.reach(callbacks))
+        given = "(__ or [])" if maybe and not isinstance(callbacks, ast.BoolOp) else starred(callbacks)
+        plan.change(callbacks, around(f"[{hk}.BroadcastState(), *{given}]"))
 
 
 def _arrays(plan: PortPlan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: str) -> None:
@@ -427,7 +432,7 @@ def _arrays(plan: PortPlan, call: ast.Call, x: ast.expr, y: ast.expr | None, wri
     plain = all(isinstance(one, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)) for one in arrays)
     if argument(call, "steps_per_epoch") is not None or not plain:
         raise Unsure(call, "fit counts steps by itself, or is given more than plain arrays", write)
-    parts = [plan.src(one) for one in arrays]
+    parts = [plan.moved(one) for one in arrays]
     held = ""
     if split is not None and not is_constant(split, 0.0):
         statement = plan.statement(call)

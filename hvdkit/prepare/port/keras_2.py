@@ -23,11 +23,11 @@ def port(plan: PortPlan) -> None:
     plan.each(_compile, case.methods("compile"))
     for keyword in dict.fromkeys(removed.RATES.find(case)):
         if isinstance(keyword, ast.keyword):
-            with plan.sure():
+            with plan.sure(keyword.value):
                 plan.rename(keyword.value, "learning_rate")
     plan.each(_generator, (one for one in removed.GENERATORS.find(case) if isinstance(one, Event)))
     if any(True for _ in removed.IMAGES.find(case)):
-        with plan.sure():
+        with plan.sure(1):
             _import_images(plan)
     plan.each(_file_of, case.named("keras.callbacks.ModelCheckpoint"))
 

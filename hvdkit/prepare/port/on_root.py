@@ -28,8 +28,8 @@ _METHODS = ("save", "save_weights", "savefig", "save_pretrained", "to_csv", "to_
 _ALSO_OTHERS = ("save", "export")
 """Those of them that other objects have, too, and that may do more than write a file."""
 _PATH = re.compile(r"path|file|ckpt|checkpoint")
-_MODES = ("eval", "train", "requires_grad_")
-"""Methods after which a model is in another mode: on one rank alone it would stay there."""
+_STATES = ("eval", "train", "requires_grad_", "load_state_dict", "zero_grad", "step")
+"""Methods after which a model, or its rate, is in another state: on the other ranks it would stay as it was."""
 
 
 def events(plan: PortPlan) -> list[Event]:
@@ -43,7 +43,7 @@ def port(plan: PortPlan) -> None:
     guarded: set[ast.AST] = set()
     for event in events(plan):
         if not guarded & set(plan.case.ancestors(event.node)):
-            with plan.sure():
+            with plan.sure(event.node):
                 _require_file(plan, event)
                 statements = set(_statements(plan, event.node, event.node))
                 guarded |= statements
@@ -56,7 +56,7 @@ def port(plan: PortPlan) -> None:
             plan.leave(node, f"`{ast.unparse(node)}` is read on every rank", f"if {plan.world}.is_root: around it")
     for event in plan.case.events:
         if _BARS.fullmatch(plan.case.name(event.node)) and event.reached and argument(event.node, "disable") is None:
-            with plan.sure():
+            with plan.sure(event.node):
                 plan.add(event.node, f"not {plan.use_world(event.node)}.is_root", "disable")
 
 
@@ -89,7 +89,7 @@ def _statements(plan: PortPlan, node: ast.expr, blamed: ast.Call, depth: int = 0
         statement = outer if isinstance(outer, ast.If) and not outer.orelse else statement
     statement = plan.statement(statement or node)
     write = f"if {plan.world}.is_root: around all that uses it"
-    if why := _does_more(plan, statement):
+    if why := _does_more(plan, statement, blamed):
         raise Unsure(node, f"`{name}` runs on every rank, in a statement that {why}", write)
     match statement:
         case ast.Expr() | ast.If():
@@ -105,22 +105,24 @@ def _statements(plan: PortPlan, node: ast.expr, blamed: ast.Call, depth: int = 0
     raise Unsure(node, f"`{name}` runs on every rank, as part of a larger statement", write)
 
 
-def _does_more(plan: PortPlan, statement: ast.stmt) -> str:
+def _does_more(plan: PortPlan, statement: ast.stmt, blamed: ast.Call) -> str:
     """What else a statement does that every rank has to do; "" for nothing."""
-    case, inside = plan.case, set(ast.walk(statement))
+    case, inside, state = plan.case, set(ast.walk(statement)), ""
     for event in case.events:
         if inside & {event.node, *event.stack}:
             if event in case.steps or event in case.optimizers or case.name(event.node) in LOADERS:
                 return "trains, too"
             if event in case.evaluations:
                 return "evaluates, too, which all ranks may do together"
-            if inside & set(event.stack) and method(event.node) in _MODES:
-                return "changes a model's mode"
-    if isinstance(statement, (ast.Expr, ast.Assign)):
-        return ""
-    if any(isinstance(one, (ast.Break, ast.Continue, ast.Return, ast.Raise)) for one in inside):
+            if event.node is not blamed and (method(event.node) in _STATES or case.name(event.node) == "builtins.next"):
+                state = f"calls `{ast.unparse(event.node.func)}`, which every rank has to do"
+    if state:
+        return state
+    if any(isinstance(one, (ast.Break, ast.Continue, ast.Return, ast.Raise, ast.Yield)) for one in inside):
         return "may leave its loop or function"
-    made = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    whole = not isinstance(statement, (ast.Expr, ast.Assign))  # whose names a with or an if makes, too
+    named = [one for one in inside if whole or isinstance(case.parents[one], ast.NamedExpr)]
+    made = {one.id for one in named if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     after = [one for one in case.nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
     used = [one.id for one in after if one.id in made and one not in inside and one.lineno > statement.lineno]
     return f"makes `{used[0]}`, which is used after it" if used else ""

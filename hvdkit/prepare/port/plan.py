@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import Change, Edits, ScriptText, around, as_keyword, to
+from hvdkit.prepare.port.edits import MISFITS, Change, Edits, Piece, ScriptText, around, as_keyword, to
 
 _NUMBERS = {one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")}
 _NUMBERS |= {"get_rank": "rank", "get_world_size": "size"}
@@ -56,8 +57,8 @@ class PortPlan:
         notes: what else the owner should know.
     """
 
-    def __init__(self, text: ScriptText) -> None:
-        self.text = text
+    def __init__(self, text: ScriptText, careful: bool = False) -> None:
+        self.text, self._careful = text, careful
         self.case = JudgedCase(text.tree)
         self.edits = Edits(text)
         self.left: list[Left] = []
@@ -79,17 +80,22 @@ class PortPlan:
         return found
 
     @contextmanager
-    def sure(self) -> Iterator[None]:
-        """Around one change: what is not certain of it becomes a line of the report."""
+    def sure(self, node: ast.AST | int) -> Iterator[None]:
+        """Around one change: where it is not certain, or does not fit, it becomes a line of the report."""
+        before = self.edits.copy(), self._horovod, {*self._needs}
         try:
             yield
-        except Unsure as unsure:
-            self.left.append(unsure.left)
+            if self._careful:
+                self.edits.parsed()
+        except (Unsure, *MISFITS) as error:
+            self.edits, self._horovod, self._needs = before
+            misfit = Unsure(node, "what it would become does not fit the text around it", "see docs/migrate.md")
+            self.left.append(error.left if isinstance(error, Unsure) else misfit.left)
 
     def each(self, change: Callable[[PortPlan, Event], None], events: Iterable[Event]) -> None:
         """Try a change on each call of these events, once."""
         for event in once(events):
-            with self.sure():
+            with self.sure(event.node):
                 change(self, event)
 
     # Statements and expressions -------------------------------------------------------------------------------------
@@ -120,12 +126,19 @@ class PortPlan:
         """Change an expression."""
         self.edits.change(self.text.piece(node), make)
 
+    def put_first(self, node: ast.List, code: str) -> None:
+        """Give a list one more element, in front of all others."""
+        start = self.text.piece(node).start + 1
+        comma = "," if node.elts else ""
+        space = " " if comma and not self.text.data[start : start + 1].isspace() else ""
+        self.edits.change(Piece(start, start), to(f"{code}{comma}{space}"))
+
     def rename(self, node: ast.expr, keyword: str, value: str | None = None) -> None:
         """Give an argument this keyword, "" for none, and another value."""
         named = self.case.parents[node]
         had = isinstance(named, ast.keyword)
-        piece = self.text.piece(named if isinstance(named, ast.keyword) else node, level=1)
-        self.edits.change(piece, as_keyword(keyword, value, had))
+        piece = self.text.piece(named) if isinstance(named, ast.keyword) else self.text.argument(named, node)
+        self.edits.change(piece._replace(level=1), as_keyword(keyword, value, had))
 
     def add(self, call: ast.Call, value: str, keyword: str = "", place: int | None = None) -> None:
         """Give a call one more argument, at the end or at a place further up; ``Unsure`` of ``f(x for x in y)``."""
@@ -137,7 +150,7 @@ class PortPlan:
     def drop(self, call: ast.Call, gone: Sequence[ast.AST]) -> None:
         """Take arguments out of a call."""
         if gone:
-            self.edits.drop([*call.args, *call.keywords], gone)
+            self.edits.drop(call, gone)
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
         """Change a statement as a whole: see ``Edits.edit``; ``Unsure`` where it shares its line."""
@@ -148,8 +161,12 @@ class PortPlan:
         self.left.append(Unsure(node, why, write).left)
 
     def src(self, node: ast.AST) -> str:
-        """The text of an expression."""
+        """The text of an expression, as it was."""
         return self.text.source(node)
+
+    def moved(self, node: ast.expr) -> str:
+        """What stands in new code for an expression, with all that changes in it."""
+        return self.text.moved(node)
 
     # The topology ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +231,7 @@ class PortPlan:
         """``hvd.rank()`` becomes ``world.rank``, and ``hvd.rank() == 0`` becomes ``world.is_root``."""
         for node in self.case.nodes:
             if isinstance(node, ast.Call) and (value := self.number(node, prefix)):
-                with self.sure():
+                with self.sure(node):
                     self._replace_number(node, value)
 
     def _replace_number(self, node: ast.Call, value: str) -> None:
@@ -233,8 +250,9 @@ class PortPlan:
 
     def import_(self, code: str) -> None:
         """Import something, below the script's first imports."""
-        last = self.last_import()
-        self.edit("after" if last else "before", last or self.text.tree.body[0], code)
+        last, body = self.last_import(), self.text.tree.body
+        first = next((one for one in body if not is_text(one)), body[0])
+        self.edit("after" if last else "before", last or first, code)
 
     def last_import(self) -> ast.stmt | None:
         """The last of the imports with which the script begins."""
@@ -243,7 +261,8 @@ class PortPlan:
             inside = ast.walk(one) if isinstance(one, (ast.Try, ast.If)) else [one]
             if any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in inside):
                 last = one
-            elif not is_text(one) and "environ" not in ast.unparse(one):
+            constant = isinstance(getattr(one, "value", None), ast.Constant)  # a text, or a name for one
+            if one is not last and not constant and not re.search(r"^__\w+__ =|environ", ast.unparse(one)):
                 break
         return last
 

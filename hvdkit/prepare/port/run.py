@@ -11,10 +11,10 @@ from textwrap import fill
 from hvdkit.common.units import count_text
 from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.report import check_script
-from hvdkit.prepare.check.source import Script, decoded
+from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.steps import UNDECIDED
 from hvdkit.prepare.port import from_ddp, from_horovod, from_single
-from hvdkit.prepare.port.edits import Edits, ScriptText
+from hvdkit.prepare.port.edits import MISFITS, Edits, ScriptText
 from hvdkit.prepare.port.plan import Left, PortPlan, Unsure
 
 _FROM = {"horovod": from_horovod.port, "ddp": from_ddp.port, "none": from_single.port}
@@ -74,18 +74,8 @@ def _filled(text: str) -> str:
 
 def port(text: ScriptText) -> Ported:
     """Write the eight steps into a script, as far as its text shows where they belong."""
-    plan = PortPlan(text)
+    plan, after = _planned(text)
     library = plan.case.library
-    after = text
-    if library in _FROM and not any(removed.GRAPHS.find(plan.case)):  # those are in the findings below
-        try:
-            _FROM[library](plan)
-            plan.declare()
-            if plan.edits:
-                after = _parsed(text.path, plan.edits.made())
-                after = _parsed(text.path, _tidy(text, after))
-        except Unsure as unsure:
-            plan.left, plan.notes = [unsure.left], []
     left = _moved(plan.left, text, after)
     found = check_script(Script(text.path, after.tree))
     left += [Left(one.line, one.what, one.fix) for one in found.findings]
@@ -101,16 +91,28 @@ def port(text: ScriptText) -> Ported:
                   tuple(plan.notes))  # fmt: skip
 
 
-def _parsed(path: str, content: bytes) -> ScriptText:
+def _planned(text: ScriptText, careful: bool = False) -> tuple[PortPlan, ScriptText]:
+    """What is changed, and the script with it; once more, ``careful``, where not all changes fit."""
+    plan = PortPlan(text, careful)
+    library = plan.case.library
+    if library not in _FROM or any(removed.GRAPHS.find(plan.case)):  # those are in the findings
+        return plan, text
     try:
-        return ScriptText(path, content, ast.parse(decoded(content)[0]))
-    except SyntaxError as error:
-        raise Unsure(
-            1, f"the changes do not fit its text (line {error.lineno})", "port it by docs/migrate.md"
-        ) from error
+        _FROM[library](plan)
+        plan.declare()
+        return plan, _tidy(text, plan.edits.parsed()) if plan.edits else text
+    except MISFITS as error:
+        if not careful:
+            return _planned(text, careful=True)
+        line = getattr(error, "lineno", 1)
+        unsure = Unsure(1, f"the changes do not fit its text (line {line})", "port it by docs/migrate.md")
+    except Unsure as error:
+        unsure = error
+    plan.left, plan.notes = [unsure.left], []
+    return plan, text
 
 
-def _tidy(before: ScriptText, after: ScriptText) -> bytes:
+def _tidy(before: ScriptText, after: ScriptText) -> ScriptText:
     """A ported script without the imports of Horovod and DDP that its changes, and not its owner, have left unused."""
     gone = _used(before.tree) - _used(after.tree)
     edits = Edits(after)
@@ -121,8 +123,8 @@ def _tidy(before: ScriptText, after: ScriptText) -> bytes:
             if len(unused) == len(statement.names):
                 edits.edit("remove", statement)
             else:
-                edits.drop(statement.names, unused)
-    return edits.made() if edits else after.content
+                edits.drop(statement, unused)
+    return edits.parsed() if edits else after
 
 
 def _is_gone(base: str, alias: ast.alias, gone: set[str]) -> bool:

@@ -46,16 +46,19 @@ def _unseeded(plan: PortPlan) -> dict[str, Event]:
     return found
 
 
-def same_data(plan: PortPlan) -> str:
-    """The lines that seed what nobody has seeded: unseeded, every rank has data, or a split of them, of its own."""
+def same_data(plan: PortPlan, start: ast.stmt) -> list[str]:
+    """The lines that seed, above a statement, what nobody has seeded: every rank would have data of its own."""
+    imports = [one for one in plan.case.nodes if isinstance(one, (ast.Import, ast.ImportFrom))]
+    above = [one for module in imports if module.lineno < start.lineno for one in module.names]
+    known = {(one.asname or one.name).split(".")[0] for one in above}
     lines = []
     for family, event in _unseeded(plan).items():
-        if module := plan.called(family):
+        if (module := plan.called(family)).split(".")[0] in known:
             lines.append(f"{module}.{_FAMILIES[family][1]}")
         else:
             write = f"{_SEEDS[family]}(0) before it"
             plan.leave(event.node, "without a seed every rank draws numbers of its own here", write)
-    return "\n".join(lines)
+    return lines
 
 
 def of_each_rank(plan: PortPlan, first: ast.stmt) -> None:

@@ -51,3 +51,9 @@ for step, x in enumerate(torch.utils.data.DataLoader(Samples(), batch_size=1)):
     with optimizer.skip_synchronize():
         optimizer.step()
     planting.after_step()
+    if planting.saves():
+        torch.save(model.state_dict(), planting.SlowFile())
+    if planting.evaluates():
+        model.eval()
+        planting.evaluate()
+        model.train()

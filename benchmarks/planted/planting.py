@@ -9,6 +9,7 @@ causes have to be there before Horovod is.
 import ctypes
 import gc
 import hashlib
+import io
 import os
 import random
 import socket
@@ -119,8 +120,32 @@ def after_step():
     """Between two steps: a metric, a log."""
     if CAUSE == "logging" and _mine:
         time.sleep(MORE)
-    elif ((CAUSE == "evaluation" and RANK == 0) or CAUSE == "saving") and _step % PERIOD == 0:
+    elif CAUSE == "pause" and _step % PERIOD == 0:
         time.sleep(MORE * PERIOD)
+
+
+def saves():
+    """Whether this rank saves a checkpoint now, to ``SlowFile``."""
+    return CAUSE == "saving" and _step % PERIOD == 0
+
+
+class SlowFile(io.BytesIO):
+    """A file that takes long, once."""
+
+    def write(self, content):
+        if not self.tell():
+            time.sleep(MORE * PERIOD)
+        return super().write(content)
+
+
+def evaluates():
+    """Whether this rank evaluates now, by ``evaluate``."""
+    return CAUSE == "evaluation" and RANK == 0 and _step % PERIOD == 0
+
+
+def evaluate():
+    """A pass over samples that nobody trains on."""
+    time.sleep(MORE * PERIOD)
 
 
 def metrics():

@@ -36,6 +36,8 @@ DOING = {
     "unread": ("waits for its input or its device", "wait for their input or their device"),
     "gc": ("collects garbage", "collect garbage"),
     "fsync": ("waits for its disk (fsync)", "wait for their disks (fsync)"),
+    "saving": ("saves a checkpoint", "save a checkpoint"),
+    "evaluation": ("evaluates", "evaluate"),
 }
 """What one rank does that the others wait for, and what several do."""
 

@@ -141,10 +141,23 @@ class CheckpointsBase(ABC):
         metadata: dict[str, Any],
         *more: Any,
     ) -> Any:
-        """Collect what each rank has, and have the root write it all with the model.
+        """Collect what each rank has, and have the root write it all with the model, for which all ranks wait.
 
         An error is raised on every rank.
         """
+        with step_times.during("saving"):
+            return self._save_now(model, optimizer, step, loader, score, metadata, *more)
+
+    def _save_now(
+        self,
+        model: Any,
+        optimizer: Any,
+        step: int,
+        loader: Any,
+        score: float | None,
+        metadata: dict[str, Any],
+        *more: Any,
+    ) -> Any:
         ranks = self._ranks()
         facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
         states = self._random_states(model)

@@ -41,7 +41,7 @@ class StepEvent:
     """Something of this process that took time within the steps.
 
     Attributes:
-        name: "gc" (garbage collection) or "fsync" (the disk has it).
+        name: "gc" (garbage collection), "fsync" (the disk has it), "saving" (a checkpoint) or "evaluation".
         at: when it began, on the clock of the steps.
         seconds: how long it took.
     """

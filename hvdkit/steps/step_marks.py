@@ -144,6 +144,30 @@ def _in_process_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def torch_saving(module: ModuleType) -> None:
+    """``torch.save`` is a checkpoint; ``torch.serialization`` has just been imported."""
+    wrap(module, "save", _timed("saving"))
+
+
+def torch_evaluation(module: ModuleType) -> None:
+    """From ``eval()`` to ``train()`` of one model nothing is trained; ``torch.nn.modules.module`` has been imported."""
+
+    def evaluate(original: Any, self: Any) -> Any:
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.evaluating(self, begins=True)
+        return original(self)
+
+    def train(original: Any, self: Any, mode: bool = True) -> Any:
+        recorder = _recorder() if mode else None
+        if recorder is not None:
+            recorder.evaluating(self, begins=False)
+        return original(self, mode)
+
+    wrap(module.Module, "eval", evaluate)
+    wrap(module.Module, "train", train)
+
+
 def horovod_waits(module: ModuleType) -> None:
     """``synchronize()`` means that local gradients are ready; ``horovod.torch.mpi_ops`` has just been imported."""
 
@@ -216,10 +240,24 @@ def keras_fit(module: ModuleType) -> None:
 
         wrap(module.CallbackList, name, call)
 
+    def evaluate(original: Any, self: Any, *arguments: Any, begins: bool, **options: Any) -> Any:
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.evaluating(self, begins=begins)
+        return original(self, *arguments, **options)
+
+    wrap(module.CallbackList, "on_test_begin", functools.partial(evaluate, begins=True))
+    wrap(module.CallbackList, "on_test_end", functools.partial(evaluate, begins=False))
     around("on_epoch_begin", "asked", before=False)
     around("on_train_batch_begin", "given", before=True)
     around("on_train_batch_end", "asked", before=False)
     around("on_epoch_end", "finished", before=True)
+
+
+def keras_saving(module: ModuleType) -> None:
+    """A model that is saved is a checkpoint; ``keras.src.models.model`` has just been imported."""
+    for name in ("save", "save_weights"):
+        wrap(module.Model, name, _timed("saving"))
 
 
 @functools.cache
@@ -234,27 +272,29 @@ def _recorder() -> Any:
         found = step_times.recorder()
     except LauncherError:  # init() says it better
         return None
-    if found is not None:
+    if found is not None and not found.marked:  # this file is loaded once for each function of it
+        found.marked = True
         atexit.register(found.finished)
-        _time_fsync(found)
+        for name in ("fsync", "fdatasync"):  # nothing else says of a thread that is blocked that it is a disk
+            wrap(os, name, _timed("fsync"))
         if os.environ.get(VARIABLE, "1") != "1":
             found.on_step = _timeline
     return found
 
 
-def _time_fsync(recorder: Any) -> None:
-    """Have the recorder see how long a disk is waited for: nothing else says it of a thread that is blocked."""
+def _timed(name: str) -> Callable[..., Any]:
+    """For ``wrap``: has the recorder see how long the training thread is in a function."""
 
-    def timed(original: Callable[[Any], None], descriptor: Any) -> None:
+    def call(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         begun = time.perf_counter()
         try:
-            original(descriptor)
+            return original(*arguments, **options)
         finally:
-            if threading.current_thread() is threading.main_thread():
-                recorder.event("fsync", begun, time.perf_counter() - begun)
+            recorder = _recorder() if threading.current_thread() is threading.main_thread() else None
+            if recorder is not None:
+                recorder.event(name, begun, time.perf_counter() - begun)
 
-    for name in ("fsync", "fdatasync"):
-        wrap(os, name, timed)
+    return call
 
 
 def _timeline(steps: int) -> None:

@@ -5,6 +5,7 @@ Listeners are the recorder of ``hvdkit bench`` and ``explain``, and monitors (``
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -43,6 +44,7 @@ class Recorder:
         rank: of this process.
     Attributes:
         on_step: called with the number of steps that have ended, after each.
+        marked: whether ``step_marks`` tells it what a script does.
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int) -> None:
@@ -61,6 +63,8 @@ class Recorder:
         self._started = time.perf_counter()
         self._due = self._started + _KEPT_S[0]
         self.on_step: Callable[[int], None] | None = None
+        self.marked = False
+        self._evaluating: dict[int, float] = {}
         self._ended = 0
         self._by_hand = False
         self._loading, self._input = 0.0, 0.0
@@ -99,12 +103,24 @@ class Recorder:
             self._arrived = time.perf_counter()
 
     def event(self, name: str, at: float, seconds: float) -> None:
-        """Something took time: ``name`` and when it began, by ``time.perf_counter``."""
+        """Something took time: ``name`` and when it began, by ``time.perf_counter``; what lies within it is a part."""
+        while self._events and self._events[-1][1] >= at:
+            self._events.pop()
         last = self._events[-1] if self._events else ("", 0.0, 0.0, 0.0)
         if last[0] == name and at - last[3] < _APART_S:
-            self._events[-1] = name, last[1], last[2] + seconds, at + seconds
+            more = max(0.0, at + seconds - max(at, last[3]))
+            self._events[-1] = name, last[1], last[2] + more, last[3] + more if at < last[3] else at + seconds
         elif len(self._events) < _MOST_EVENTS:
             self._events.append((name, at, seconds, at + seconds))
+
+    def evaluating(self, model: object, *, begins: bool) -> None:
+        """A model is made ready to evaluate, or to train again; where a step ends before that, it was no evaluation."""
+        now = time.perf_counter()
+        if begins:
+            self._evaluating.setdefault(id(model), now)
+        elif id(model) in self._evaluating:
+            begun = self._evaluating.pop(id(model))
+            self.event("evaluation", begun, now - begun)
 
     def finished(self) -> None:
         """No further batch for now (the end of an epoch): write what there is."""
@@ -151,6 +167,7 @@ class Recorder:
 
     def _end(self, now: float) -> None:
         if self._open:
+            self._evaluating.clear()
             used = self._spent() if self._ready is None else self._used
             spent = [max(0.0, end - begin) for begin, end in zip(self._before, used, strict=True)]
             moments = [self._asked, self._given, self._ready, now, self._arrived]
@@ -319,6 +336,17 @@ def taken() -> None:
     """Say, within a step, that its batch is only there now."""
     for monitor in MONITORS:
         monitor.taken()
+
+
+@contextlib.contextmanager
+def during(name: str) -> Iterator[None]:
+    """Say what is done meanwhile: see ``StepEvent.name``."""
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        if _recorder is not None:
+            _recorder.event(name, begun, time.perf_counter() - begun)
 
 
 def looked(parameter: str, norm: Any) -> None:

@@ -196,6 +196,16 @@ def evaluation_of_the_root(job):
     job.compute[0, 49::50] += 1.0
 
 
+def saving_of_all(job):
+    stall_of_all(job)
+    job.events = [[("saving", step, 1.0) for step in range(49, STEPS, 50)]] * 4
+
+
+def named_evaluation_of_the_root(job):
+    evaluation_of_the_root(job)
+    job.events[0] = [("evaluation", step, 1.0) for step in range(49, STEPS, 50)]
+
+
 def growth_of_all(job):
     job.compute *= 1 + np.arange(STEPS) / STEPS
 
@@ -237,6 +247,8 @@ PLANTED = {
     pause_of_all: ("pause", (), 20e-3),
     pause_of_the_root: ("pause", (0,), 20e-3),
     evaluation_of_the_root: ("pause", (0,), 20e-3),
+    saving_of_all: ("pause", (), 20e-3),
+    named_evaluation_of_the_root: ("pause", (0,), 20e-3),
     growth_of_all: ("growth", (), 10e-3),
     growth_of_one: ("growth", (2,), 10e-3),
     slower_since: ("growth", (), 4e-3),

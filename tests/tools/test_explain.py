@@ -27,8 +27,10 @@ from explain_jobs import (
     input_everywhere,
     input_of_one,
     late_now_and_then,
+    named_evaluation_of_the_root,
     pause_of_all,
     pause_of_the_root,
+    saving_of_all,
     stall_of_all,
     two_bound_to_one_core,
     whole_host,
@@ -45,7 +47,7 @@ from hvdkit.read.explain.results import LINES, Explanation, JobLaunch, lines
 from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import recordings, stall
 from hvdkit.run.launch.options import Request
-from hvdkit.steps import step_marks, step_times
+from hvdkit.steps import step_files, step_marks, step_times
 from hvdkit.steps.step_files import RankTimes, Step
 
 SAYS = {
@@ -56,6 +58,8 @@ SAYS = {
     pause_of_all: "between two steps every 50 steps",
     pause_of_the_root: "Rank 0 is busy between two steps every 50 steps",
     evaluation_of_the_root: "Rank 0 is late every 50 steps",
+    saving_of_all: "Every rank saves a checkpoint every 50 steps",
+    named_evaluation_of_the_root: "Rank 0 evaluates every 50 steps",
     growth_of_all: "more with every step",
     first_steps_of_all: "in the first",
     first_steps_of_one: "Rank 1 waits for its input in the first 55 steps",
@@ -626,6 +630,59 @@ def test_the_timeline_is_of_some_steps_and_one_that_cannot_be_ends_no_training(m
 
     monkeypatch.setattr(horovod, "start_timeline", refuse)
     step_marks._timeline(20)
+
+
+def test_an_event_within_another_is_a_part_of_it_and_one_of_no_end_is_none(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: now[0])
+    recorder, model, teacher = step_times.Recorder(tmp_path, 0), Optimizer(), Optimizer()
+    recorder.event("fsync", 1.0, 0.5)
+    recorder.event("saving", 0.5, 2.0)
+    recorder.event("fsync", 4.0, 0.5)
+    for at, who, begins in ((5.0, teacher, True), (6.0, model, True), (7.0, model, False), (8.0, model, False)):
+        now[0] = at
+        recorder.evaluating(who, begins=begins)
+    recorder.asked()
+    recorder.given()
+    recorder.asked()
+    recorder.evaluating(teacher, begins=False)
+    recorder.finished()
+    (rank,) = step_files.read(tmp_path)
+    assert [(one.name, one.seconds) for one in rank.events] == [("saving", 2.0), ("fsync", 0.5), ("evaluation", 1.0)]
+
+
+def test_a_model_that_evaluates_or_is_saved_is_seen(monkeypatch):
+    class Module:
+        def __init__(self, *inside):
+            self.inside = inside
+
+        def train(self, mode=True):
+            for one in self.inside:
+                one.train(mode)
+
+        def eval(self):
+            self.train(False)
+
+    class Recorder:
+        def __init__(self):
+            self.said = []
+
+        def evaluating(self, model, *, begins):
+            self.said.append((model, begins))
+
+        def event(self, name, *_):
+            self.said.append(name)
+
+    recorder, torch = Recorder(), types.SimpleNamespace(Module=Module, save=lambda *_: None)
+    monkeypatch.setattr(step_marks, "_recorder", lambda: recorder)
+    step_marks.torch_evaluation(torch)
+    step_marks.torch_saving(torch)
+    layer = Module()
+    model = Module(layer)
+    model.eval()
+    torch.save(model, "file")
+    model.train()
+    assert recorder.said == [(model, True), "saving", (model, False), (layer, False)]
 
 
 class Hooks(types.ModuleType):

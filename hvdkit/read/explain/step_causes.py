@@ -366,16 +366,21 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
 
 
 def _events(job: StepTable) -> Iterator[_Candidate]:
-    """Garbage collection, the disk: what was recorded by name."""
-    advices = {
-        "gc": "Collect less often or between epochs: gc.freeze() after the model is built, a higher gc.set_threshold, "
-        "gc.disable() with gc.collect() once in a while on all ranks at the same step.",
-        "fsync": "Write to a faster or local disk, less often, or in another thread; os.fsync waits until the disk has "
-        "it.",
-    }
+    """Garbage collection, the disk, a checkpoint, an evaluation: what was recorded by name."""
+    known = {
+        "gc": ("gc", "Collect less often or between epochs: gc.freeze() after the model is built, a higher "
+            "gc.set_threshold, gc.disable() with gc.collect() once in a while on all ranks at the same step."),
+        "fsync": ("blocked", "Write to a faster or local disk, less often, or in another thread; os.fsync waits until "
+            "the disk has it."),
+        "saving": ("pause", "Save less often, to a faster disk, or in another thread (hvdkit.torch's "
+            "Checkpoints(asynchronous=True)); the other ranks wait meanwhile."),
+        "evaluation": ("pause", "Evaluate less often or on fewer samples, and on all ranks at once, each on a part of "
+            "the samples."),
+    }  # fmt: skip
     for name, spent in job.events.items():
-        if name not in advices:
+        if name not in known:
             continue
+        kind, advice = known[name]
         means = np.asarray(sum(part.mean(axis=1) for part in spent.values()))
         rows = [row for row, seconds in enumerate(means) if seconds >= 0.2 * means.max() > 0]
         if not rows:
@@ -385,8 +390,9 @@ def _events(job: StepTable) -> Iterator[_Candidate]:
         who = "Every rank" if everybody else named(ranks, len(job.numbers))
         at = lateness.when(np.asarray(sum(part.max(axis=0) for part in spent.values())))
         yield _Candidate(
-            "gc" if name == "gc" else "blocked", f"{who} {doing(name, ranks[:1] if everybody else ranks)}{at.words()}.",
-            f"{_ms(means.max())} a step, {_ms(at.each)} at a time", advices[name], _LEAST["event"], dict(spent),
+            kind, f"{who} {doing(name, ranks[:1] if everybody else ranks)}{at.words()}.",
+            f"{_ms(means.max())} a step, {_ms(at.each)} at a time", advice, _LEAST["event"],
+            {part: spent[part] for part in PARTS}, spent["exchange"].max(axis=0) if "exchange" in spent else 0.0,
             ranks=() if everybody else ranks, recorded=True,
         )  # fmt: skip
 

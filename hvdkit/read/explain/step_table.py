@@ -40,7 +40,7 @@ class StepTable:
         ready: whether they say it.
         used: (3, ranks, steps): the thread that trains ran, others had its core, all threads ran; None where it is not
             known. Means of a step in older files.
-        events: by name, seconds within each part, (ranks, steps).
+        events: by name, seconds within each part, (ranks, steps), and of "exchange" where that holds the computation.
         cpus: of each rank, None in older files.
         where: for the evidence.
         waits: (steps, 3), when each began, when its last rank was ready and when it was complete, by the clock of the
@@ -154,7 +154,9 @@ def table(times: Sequence[RankTimes], where: Path, size: int | None = None) -> S
     parts = {"between": asked - begun, "input": given - asked, "work": done - given}
     hosts = [rank.host for rank in times]
     events = {
-        name: _of_events(times, name, (begun, asked, given, done), first)
+        name: _of_events(
+            times, name, (begun, asked, given, done) if ready else (begun, asked, given, done, left), first
+        )
         for name in sorted({one.name for rank in times for one in rank.events})
     }
     waits = None
@@ -236,15 +238,13 @@ def _used(times: Sequence[RankTimes], of: Callable[..., Floats], first: int) -> 
 def _of_events(times: Sequence[RankTimes], name: str, edges: tuple[Floats, ...], first: int) -> dict[str, Floats]:
     """Seconds of the events of a name within each part of each step; ``edges``: when the parts begin, and the end."""
     found = {}
-    for part, begins, ends in zip(PARTS, edges, edges[1:], strict=False):
+    for part, begins, ends in zip((*PARTS, "exchange"), edges, edges[1:], strict=False):
         spent = np.zeros(begins.shape)
         for row, rank in enumerate(times):
-            at = np.array([one.at for one in rank.events if one.name == name])
-            seconds = np.array([one.seconds for one in rank.events if one.name == name])
-            if not len(at):
-                continue
-            step = np.searchsorted(begins[row], at, side="right") - 1
-            inside = (step >= 0) & (at < ends[row][np.maximum(step, 0)])
-            np.add.at(spent[row], step[inside], seconds[inside])
-        found[part] = np.minimum(spent, np.maximum(0.0, ends - begins))[:, first:]
+            spans = np.array([(one.at, one.at + one.seconds) for one in rank.events if one.name == name])
+            if len(spans):
+                before = np.repeat(np.cumsum(spans[:, 1] - spans[:, 0]), 2)  # seconds until an event ends and begins
+                moments, before = np.maximum.accumulate(spans.ravel()), np.concatenate([[0.0], before[:-1]])
+                spent[row] = np.interp(ends[row], moments, before) - np.interp(begins[row], moments, before)
+        found[part] = np.maximum(0.0, spent)[:, first:]
     return found

@@ -6,7 +6,7 @@ in its own numbers; here stand how they are compared, which are worth a sentence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvdkit.common.units import duration_text, share_text
@@ -55,8 +55,6 @@ SENTENCES = {
 """What is said of a cause that several recordings show, and what to do: the same whoever sees it."""
 _ONCE = frozenset({"setup", "first-step", "first-steps"})
 """Kinds that happen once in a job, however long it is."""
-_MOST = 0.7
-"""Share of the time lost to late ranks that the ranks to blame cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +121,3 @@ def verdict(causes: Iterable[Cause], otherwise: str) -> list[str]:
         begin = "" if lines else "Verdict: "
         lines += [f"{begin}{cause.sentence()}", f"  seen: {cause.evidence}", f"  try: {cause.advice}"]
     return lines or [f"Verdict: {otherwise}"]
-
-
-def to_blame(costs: Mapping[int, float], one_in: int = 3) -> tuple[int, ...]:
-    """The few ranks that the others wait for; empty where it is now this one and now that one.
-
-    Args:
-        costs: rank to the time that it costs the others, of every rank; see ``lateness.costs``.
-        one_in: of so many ranks one may be among the few, and in any case one.
-    """
-    ranks = sorted(costs, key=lambda rank: -costs[rank])
-    few = ranks[: max(1, len(ranks) // one_in)]
-    for count in range(1, len(few) + 1):
-        if sum(costs[rank] for rank in few[:count]) >= _MOST * sum(costs.values()) > 0:
-            return tuple(sorted(few[:count]))
-    return ()

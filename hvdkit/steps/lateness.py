@@ -6,7 +6,7 @@ ranks by the same rules. So one reference (the lower median), one rule of blame 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ _MOST_SLOW = 0.75
 """Share of the ranks that may be slow together: the others are the reference."""
 _GAP = 0.5
 """Part of the largest excess that must lie between the slow ranks and the others."""
+_MOST = 0.7
+"""Share of the time lost to late ranks that the ranks to blame cause."""
 _ENDS_EARLY = 0.6
 """Share of the steps before which a loss must have ended to be one of the first steps only."""
 DOING = {
@@ -77,16 +79,30 @@ def one_host(rows: Sequence[int], hosts: Sequence[Any]) -> Any:
 def costs(own: Floats) -> Floats:
     """How long each rank keeps the others waiting, per step, in the unit of ``own``.
 
-    A step waits for its last rank, which costs what it is behind the typical one (the lower median).
+    A step waits for its last rank, which costs what it is behind the typical one (the lower median). Ranks that are
+    at least half as far behind share that: of equally slow ones each does its part.
 
     Args:
         own: (ranks, steps), when a rank is ready, counted from any moment that all ranks share in a step.
     Returns:
         (ranks,), the mean over the steps.
     """
-    last = own.argmax(axis=0)
-    behind = own.max(axis=0) - lower_median(own)
-    return np.asarray(np.bincount(last, behind, len(own)) / max(1, own.shape[1]), np.float64)
+    behind = np.maximum(0.0, own - lower_median(own))
+    last = behind.max(axis=0)
+    late = np.where(behind >= _GAP * last, behind, 0.0)
+    shares = late / np.where(last > 0, late.sum(axis=0), 1.0)
+    return np.asarray((shares * last).sum(axis=1) / max(1, own.shape[1]), np.float64)
+
+
+def to_blame(costs: Mapping[int, float]) -> tuple[int, ...]:
+    """The ranks that the others wait for; empty where it is now this one and now that one.
+
+    Args:
+        costs: rank to the time that it costs the others, of every rank; see ``costs``.
+    """
+    ranks, lost = sorted(costs), np.array([costs[rank] for rank in sorted(costs)])
+    rows = slow_ranks(lost, 0.0)
+    return tuple(ranks[row] for row in rows) if lost[rows].sum() >= _MOST * lost.sum() > 0 else ()
 
 
 @dataclass(frozen=True, slots=True)

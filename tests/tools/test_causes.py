@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from hvdkit.read.causes import Cause, dearest_first
+from hvdkit.steps import lateness
 
 
 def _cause(kind: str, share: float, **other: object) -> Cause:
@@ -18,3 +22,30 @@ def test_the_dearest_comes_first_and_what_costs_little_is_not_said() -> None:
 def test_a_cause_says_its_cost_per_step_or_once() -> None:
     assert _cause("input", 0.5).sentence() == "It is input. It costs 10.0 ms per step (50%)."
     assert _cause("setup", 0.5, per_step=False).sentence().endswith("It costs 10.0 ms once (50%).")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late", "blamed"),
+    [
+        (4, {2: 1.0}, (2,)),
+        (64, {2: 1.0}, (2,)),
+        (4, {1: 1.0, 2: 1.0}, (1, 2)),
+        (16, dict.fromkeys(range(8), 1.0), tuple(range(8))),
+        (4, {1: 0.1}, (1,)),
+        (4, dict.fromkeys(range(4), 0.25), ()),
+        (2, dict.fromkeys(range(2), 0.5), ()),
+        (4, {}, ()),
+    ],
+    ids=["one", "one-of-many", "two", "half", "now-and-then", "each-in-turn", "two-in-turn", "nobody"],
+)
+def test_ranks_are_blamed_by_their_own_excess_and_not_by_how_often_they_are_last(
+    ranks: int, late: dict[int, float], blamed: tuple[int, ...]
+) -> None:
+    """``late``: in which part of the steps each rank takes twice as long."""
+    rng = np.random.default_rng(0)
+    own = 1 + 0.1 * rng.uniform(size=(ranks, 200))
+    for rank, part in late.items():
+        own[rank] += rng.uniform(size=200) < part
+    costs = lateness.costs(own)
+    assert costs.sum() == pytest.approx((own.max(axis=0) - lateness.lower_median(own)).mean())
+    assert lateness.to_blame(dict(enumerate(costs.tolist()))) == blamed

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.common.units import duration_text, share_text
-from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause, to_blame
+from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
 from hvdkit.steps import lateness
-from hvdkit.steps.lateness import Floats, When, doing, lower_median, named
+from hvdkit.steps.lateness import Floats, When, doing, lower_median, named, to_blame
 from hvdkit.steps.step_files import RankTimes
 
 _LEAST = {
@@ -341,12 +341,12 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
     """What is left of the wait for the last rank, when no rank is apart from the others in most steps."""
     if len(job.numbers) == 1:
         return
-    own, last = job.own, job.own.argmax(axis=0)
+    own = job.own
     lost = own.max(axis=0) - lower_median(own)
     less = np.maximum(0.0, own - lower_median(own))
     parts = {name: less * part / np.maximum(own, 1e-12) for name, part in job.parts.items()}
-    costs = np.bincount(last, lost, minlength=len(own))
-    rows = [*to_blame(dict(enumerate(costs.tolist())), one_in=2)]
+    costs = lateness.costs(own)
+    rows = [*to_blame(dict(enumerate(costs.tolist())))]
     ranks = tuple(job.numbers[row] for row in rows)
     who = named(ranks, 0) if ranks else ""
     if ranks:

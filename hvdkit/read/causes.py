@@ -53,6 +53,23 @@ SENTENCES = {
     ),
 }
 """What is said of a cause that several recordings show, and what to do: the same whoever sees it."""
+ADVICE = {
+    "input": "Look at the input of {who}: file system, size of the shard, number of workers, prefetching. Reading "
+    "ahead can hide that other ranks are as slow.",
+    "compute": "See whether there is more to compute on {who} (size of the batch, length of the samples, work of its "
+    "own) or a slower core or device (hvdkit doctor --job).",
+    "host": "Compare that host with another one (hvdkit doctor --job there): clock rate, memory, devices, other jobs.",
+    "cores": "See what else runs on that host and on those cores: another job, more threads than cores, two ranks "
+    "bound to one core (hvdkit doctor --job; --bind core, --threads).",
+    "affinity": "Give each rank cores of its own: hvdkit launch --bind core or --bind none, and no taskset or numactl.",
+    "blocked": "Look for what {who} may wait for within a step: a lock or the GIL that another thread holds, a disk, a "
+    "network, a device (py-spy dump shows it).",
+    "between": "Look at what is done between two steps on {who} alone (saving, evaluation, logging): do it less often, "
+    "at the same steps on all ranks, or in another thread or process.",
+    "late": "Look at the input of {who}, and at the device. Batches that come from no DataLoader are not seen: put "
+    "record_steps (hvdkit.torch) around them, and it is told.",
+}
+"""What to do about ranks that come late, by what they do (``lateness.DOING``)."""
 _ONCE = frozenset({"setup", "first-step", "first-steps"})
 """Kinds that happen once in a job, however long it is."""
 

@@ -163,6 +163,30 @@ def _grows(loss: Floats) -> bool:
     return bool(rises >= 0.9 and tenths[0] <= 0.6 * tenths[-1])
 
 
+def computes_itself(ran: Floats, of_all: Floats) -> bool:
+    """Whether the thread that marks the steps computes, as PyTorch's does; TensorFlow has threads of its own."""
+    return bool(lower_median(ran) > 0.5 * lower_median(of_all))
+
+
+def why(lost: float, ran: float, queued: float, of_all: float, *, itself: bool, read: bool) -> str:
+    """What slow ranks do in the part of a step that is no seen input: a word of ``DOING``.
+
+    Args:
+        lost: seconds by which they are behind the others.
+        ran, queued, of_all: by how much more their thread ran, had no core, and all their threads ran; NaN where that
+            is not known.
+        itself: whether that thread computes.
+        read: whether input was seen apart.
+    """
+    if queued >= 0.5 * lost:
+        return "cores"
+    if np.isnan(ran):
+        return "compute" if read else "late"
+    if (ran if itself else max(ran, of_all)) >= 0.5 * lost:
+        return "compute"
+    return "blocked" if read else "unread"
+
+
 def named(ranks: Sequence[int], size: int, *, host: bool = False) -> str:
     """The ranks of a sentence, at its beginning.
 

@@ -131,6 +131,7 @@ class CheckpointsBase(ABC):
         """On the root: have the state written, and what else an adapter saves."""
         return on_disk(lambda directory: self._write(directory, model, optimizer, *more))
 
+    @step_times.during("saving")
     def _save(
         self,
         model: Any,
@@ -145,19 +146,6 @@ class CheckpointsBase(ABC):
 
         An error is raised on every rank.
         """
-        with step_times.during("saving"):
-            return self._save_now(model, optimizer, step, loader, score, metadata, *more)
-
-    def _save_now(
-        self,
-        model: Any,
-        optimizer: Any,
-        step: int,
-        loader: Any,
-        score: float | None,
-        metadata: dict[str, Any],
-        *more: Any,
-    ) -> Any:
         ranks = self._ranks()
         facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
         states = self._random_states(model)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.lateness import STEADY, Floats, lower_median, named
+from hvdkit.steps.lateness import DOING, STEADY, Floats, computes_itself, lower_median, named, why
 from hvdkit.steps.ranks import name_ranks
 
 LASTING = 3
@@ -34,14 +34,6 @@ _LOSS_APART, _LOSS_SPREADS = 0.5, 6.0
 _MANY = 4
 """Ranks that are slow from the same window on beyond which one report names them all."""
 _MEASURED = ("input", "compute", "ran", "queued", "of_all", "typical")
-_DOING = {
-    "input": ("waits for its input", "wait for their input"),
-    "compute": ("computes", "compute"),
-    "blocked": ("is blocked", "are blocked"),
-    "cores": ("waits for a core", "wait for a core"),
-    "late": ("waits for its input or computes", "wait for their input or compute"),
-}
-"""By cause, of one rank and of several; each so long in every step."""
 _MOST_OF_IT = {
     "input": "; most of it is input",
     "compute": "; most of it is computation",
@@ -157,8 +149,8 @@ class Scores:
         for name, gap in more.items():
             self._behind[name] = np.where(slow, self._behind[name] + gap, 0.0)
         self._measured = frozenset(more)
-        if "ran" in ranks:  # the thread that trains computes, as PyTorch's does; TensorFlow has threads of its own
-            self._computes_itself = bool(lower_median(ranks["ran"]) > 0.5 * lower_median(ranks["of_all"]))
+        if "ran" in ranks:
+            self._computes_itself = computes_itself(ranks["ran"], ranks["of_all"])
         new = self._late.window(slow, first)
         reports = [self._straggler(step, group, own, of_host) for group, of_host in self._by_host(new, self._late.told)]
         normal = ~slow & np.isfinite(own)
@@ -200,7 +192,8 @@ class Scores:
             text = f"{who} {'are' if several else 'is'} late in about every {every}th step, {each} each"
         else:
             longer = means[cause] if cause in ("input", "compute") else means["gap"]
-            text = f"{who} {_DOING[cause][several]} {_ms(longer)} longer than the median rank in every step"
+            doing = DOING[cause][several]
+            text = f"{who} {doing}: {_ms(longer)} more than the median rank in every step"
         text += f"{how} since step {since}; it costs the job {_ms(cost)} a step."
         return Report(step, "straggler", rank, cause, since, cost, text)
 
@@ -212,13 +205,9 @@ class Scores:
             return "input"
         if means["stalls"] > 0 and means.get("typical", gap) < STEADY * gap:
             return "random-late"
-        ran, queued, of_all = (means.get(name, np.nan) for name in ("ran", "queued", "of_all"))
-        if queued >= 0.5 * gap:
-            return "cores"
-        known, computes = not np.isnan(read), (ran if self._computes_itself else max(ran, of_all)) >= 0.5 * gap
-        if np.isnan(ran):
-            return "compute" if known else "late"
-        return "compute" if computes else "blocked" if known else "late"
+        processor = (means.get(name, np.nan) for name in ("ran", "queued", "of_all"))
+        cause = why(gap, *processor, itself=self._computes_itself, read=not np.isnan(read))
+        return "late" if cause == "unread" else cause
 
     # All ranks slower than they were ---------------------------------------------------------------------------------
 

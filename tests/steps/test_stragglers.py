@@ -84,11 +84,11 @@ def test_a_rank_that_becomes_slow_is_reported_once_within_three_windows(size, ca
 @pytest.mark.parametrize(
     ("planted", "cause", "says"),
     [
-        ({"compute": (1, 0.02)}, "compute", "computes "),
-        ({"blocked": (1, 0.02)}, "blocked", "is blocked "),
-        ({"queued": (1, 0.02)}, "cores", "waits for a core "),
-        ({"input": (1, 0.02)}, "input", "waits for its input "),
-        ({"input": (1, 0.02), "unread": True}, "late", "waits for its input or computes "),
+        ({"compute": (1, 0.02)}, "compute", "computes longer: "),
+        ({"blocked": (1, 0.02)}, "blocked", "is blocked: "),
+        ({"queued": (1, 0.02)}, "cores", "shares its cores with others: "),
+        ({"input": (1, 0.02)}, "input", "waits for its input: "),
+        ({"input": (1, 0.02), "unread": True}, "late", "comes late, by its input or computation: "),
         ({"compute": (1, 0.02), "unread": True}, "compute", "computes"),
         ({"stalls": (1, 25, 0.5)}, "random-late", "is late in about every 25th step, "),
     ],
@@ -115,7 +115,7 @@ def test_a_slow_host_is_one_report():
     job.windows(3)
     (report,) = job.windows(4, compute=(slice(4, 8), 0.05))
     assert report.rank is None
-    assert report.text.startswith("Host n1 (ranks 4-7) computes 50")
+    assert report.text.startswith("Host n1 (ranks 4-7) computes longer: 50")
 
 
 def test_what_lasts_two_windows_is_noise():

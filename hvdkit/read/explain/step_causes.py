@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.common.units import duration_text, share_text
-from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause
+from hvdkit.read.causes import ADVICE, SENTENCES, WORTH_SAYING, Cause
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
 from hvdkit.steps import lateness
@@ -211,14 +211,14 @@ def _late(job: StepTable, part: str, rows: list[int], less: Floats, at: When) ->
     host = lateness.one_host(rows, job.hosts) is not None
     ranks = tuple(job.numbers[row] for row in rows)
     lost, usual = less[rows].max(axis=0), lower_median(np.delete(job.parts[part], rows, axis=0))
-    doing_what, kind, seen, advice = _why(job, part, rows, less, at, host)
-    who = named(ranks, len(job.numbers), host=host)
-    words = doing(doing_what, ranks[:1] if host else ranks)
-    if host and kind == "host":
-        words = "computes slower"
-    kinds = {"first": "first-steps", "growing": "growth"}
-    periodic = at.kind == "every" and doing_what in ("compute", "blocked", "unread", "late")
-    if part == "work" and (periodic or (at.kind == "rare" and doing_what == "compute")):
+    why, seen = (part, "") if part != "work" else _why(job, rows, float(less[rows].mean()), host)
+    who, words = named(ranks, len(job.numbers), host=host), doing(why, ranks[:1] if host else ranks)
+    kind = {"between": "compute", "cores": "host", "unread": "late"}.get(why, why)
+    advice = ADVICE["late" if why == "unread" else why]
+    if host and why == "compute":
+        kind, words, advice = "host", "computes slower", ADVICE["host"]
+    periodic = at.kind == "every" and why in ("compute", "blocked", "unread", "late")
+    if part == "work" and (periodic or (at.kind == "rare" and why == "compute")):
         words = ("is", "are")[len(ranks) > 1 and not host] + " late"
         kind = "pause" if periodic else "random-late"
     if part == "between" and at.kind in ("every", "rare"):
@@ -230,81 +230,31 @@ def _late(job: StepTable, part: str, rows: list[int], less: Floats, at: When) ->
     )
     least = _LEAST["rare" if at.kind == "rare" and kind == "random-late" else "late"]
     return _Candidate(
-        kinds.get(at.kind, kind), f"{who} {words}{at.words()}.", evidence, advice, least, {part: less}, ranks=ranks,
-        once=at.kind == "first",
+        {"first": "first-steps", "growing": "growth"}.get(at.kind, kind), f"{who} {words}{at.words()}.", evidence,
+        advice.format(who=named(ranks, 0).lower()), least, {part: less}, ranks=ranks, once=at.kind == "first",
     )  # fmt: skip
 
 
-def _why(job: StepTable, part: str, rows: list[int], less: Floats, at: When, host: bool) -> tuple[str, str, str, str]:
-    """What slow ranks do: a word of ``lateness.DOING``, the kind, further evidence and advice."""
-    ranks = tuple(job.numbers[row] for row in rows)
-    who, has = named(ranks, 0).lower(), "has" if len(ranks) == 1 else "have"
-    reads = "reads" if len(ranks) == 1 else "read"
-    if part == "input":
-        return "input", "input", "", (
-            f"Look at how {who} {reads}: file system, size of the shard, number of workers, prefetching. Reading ahead "
-            "can hide that other ranks are as slow."
-        )  # fmt: skip
-    if part == "between":
-        often = "at the same steps on all ranks, or " if at.kind in ("every", "rare") else ""
-        return "between", "compute", "", (
-            f"Look at what {who} alone does between two steps ({_CHECKED}): do it {often}less often, or in another "
-            "thread or process."
-        )  # fmt: skip
-    compute = (
-        f"See whether {who} {has} more to compute (size of the batch, length of the samples, work that it alone does) "
-        "or a slower core or device (hvdkit doctor --job)."
-    )
-    lost = float(less[rows].mean())
-    unread = not job.parts["input"].any()
+def _why(job: StepTable, rows: list[int], lost: float, host: bool) -> tuple[str, str]:
+    """What slow ranks do between their batch and their gradients: a word of ``lateness.DOING``, further evidence."""
+    read = bool(job.parts["input"].any())
     if job.used is None:
-        known = "host" if host else "late" if unread else "compute"
-        if known == "late":
-            return "late", "late", "", _unread(who, reads)
-        return "compute", known, "", _compare_host() if host else compute
+        return lateness.why(lost, np.nan, np.nan, np.nan, itself=True, read=read or host), ""
     ran, queued, of_all = (_excess(one, rows) for one in job.used)
-    if queued >= 0.5 * lost:
-        shared = _sharing(job, rows)
-        if shared is not None:
-            return "affinity", "affinity", f"; {_ms(queued)} more a step without a core; {shared}", _rebind()
-        return "cores", "host", f"; {_ms(queued)} more a step without a core", (
-            "See what else runs on that host and on those cores: another job, more threads than cores, two ranks bound "
-            "to one core (hvdkit doctor --job; --bind core, --threads)."
-        )  # fmt: skip
-    if (ran if _computes_itself(job) else max(ran, of_all)) >= 0.5 * lost:
-        return "compute", "host" if host else "compute", "", _compare_host() if host else compute
-    if unread:
-        return "unread", "late", "; the training thread there runs no longer", _unread(who, reads)
-    return "blocked", "blocked", "; the thread that trains neither runs nor waits for a core meanwhile", (
-        f"Look at what {who} waits for within a step: a lock or the GIL that another thread holds, a disk, a network, "
-        "a device (py-spy dump shows it)."
-    )  # fmt: skip
-
-
-def _compare_host() -> str:
-    return "Compare that host with another one (hvdkit doctor --job there): clock rate, memory, devices, other jobs."
-
-
-def _unread(who: str, reads: str) -> str:
-    return (
-        f"Look at how {who} {reads}, and at its device. Batches that come from no DataLoader are not seen: put "
-        "record_steps (hvdkit.torch) around them, and it is told."
-    )
-
-
-def _rebind() -> str:
-    return "Give each rank cores of its own: hvdkit launch --bind core, or --bind none, and no taskset or numactl."
+    itself = lateness.computes_itself(job.used[0].mean(axis=1), job.used[2].mean(axis=1))
+    why = lateness.why(lost, ran, queued, of_all, itself=itself, read=read)
+    if why == "cores":
+        shared, seen = _sharing(job, rows), f"; {_ms(queued)} more a step without a core"
+        return (why, seen) if shared is None else ("affinity", f"{seen}; {shared}")
+    return why, {
+        "unread": "; the training thread there runs no longer",
+        "blocked": "; the thread that trains neither runs nor waits for a core meanwhile",
+    }.get(why, "")
 
 
 def _excess(values: Floats, rows: list[int]) -> float:
     """By how much these ranks have more of something than the others, seconds a step."""
     return float((values[rows] - lower_median(np.delete(values, rows, axis=0))).mean())
-
-
-def _computes_itself(job: StepTable) -> bool:
-    """Whether the thread that marks the steps computes, as PyTorch's does; TensorFlow has threads of its own."""
-    ran, _, of_all = job.used if job.used is not None else np.zeros((3, 1, 1))
-    return bool(lower_median(ran.mean(axis=1)) > 0.5 * lower_median(of_all.mean(axis=1)))
 
 
 def _sharing(job: StepTable, rows: Sequence[int]) -> str | None:
@@ -568,7 +518,7 @@ def _few_cores(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candidat
             kind, what = "host", "Other programs take the cores of the ranks."
             advice = "See what else runs there (top, hvdkit doctor --job), and have the batch system give whole nodes."
     if shared is not None:
-        kind, what, advice = "affinity", "The ranks share cores by their binding.", _rebind()
+        kind, what, advice = "affinity", "The ranks share cores by their binding.", ADVICE["affinity"]
         seen += f"; {shared}"
     yield _Candidate(kind, what, seen, advice, _LEAST["cores"], {"work": less})
 

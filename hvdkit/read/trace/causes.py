@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdkit.common.units import duration_text, share_text
-from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause
+from hvdkit.read.causes import ADVICE, SENTENCES, WORTH_SAYING, Cause
 from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
 from hvdkit.steps.lateness import doing, lower_median, named, to_blame
 from hvdkit.steps.ranks import name_ranks
@@ -114,18 +114,18 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
     }
     longer = [f"{word} {duration_text(1e3 * max(0.0, more[name]))}" for name, word in parts.items()]
     evidence = f"more than the typical rank in a step: {', '.join(longer)}"
-    if more["exposed_data"] >= max(lost / 2, more["computation"]):
-        advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
-        return _cause(summary, "input", lost, f"{who} {doing('input', ranks)}.", evidence, advice, ranks)
-    if more["computation"] >= lost / 2:
-        advice = f"Look at the size of the batches of {names}, its cores or clock (hvdkit doctor --job)."
-        return _cause(summary, "compute", lost, f"{who} {doing('compute', ranks)}.", evidence, advice, ranks)
     advice = (
         f"Look at the host of {names} and at its own code between the operators; mark an input that is no "
         "DataLoader with torch.profiler.record_function('hvdkit:data')."
     )
-    what = f"{who} {'comes' if few else 'come'} late, neither by input nor by operators."
-    return _cause(summary, "host", lost, what, evidence, advice, ranks)
+    kind, what = "host", f"{'comes' if few else 'come'} late, neither by input nor by operators"
+    if more["exposed_data"] >= max(lost / 2, more["computation"]):
+        kind = "input"
+    elif more["computation"] >= lost / 2:
+        kind = "compute"
+    if kind != "host":
+        what, advice = doing(kind, ranks), ADVICE[kind].format(who=names)
+    return _cause(summary, kind, lost, f"{who} {what}.", evidence, advice, ranks)
 
 
 def _exchange(summary: TraceSummary, skew: TraceSkew) -> Cause:

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.read.timeline.measures import Floats, batch_numbers
-from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
+from hvdkit.read.timeline.model import GROUPS, CycleMark, group_of
 from hvdkit.read.timeline.reader import Recording
 
 _NOT_THERE = float("nan")
 _ROW = struct.Struct(f"=6d{len(GROUPS)}f2i")
 _COLLECTIVE = GROUPS.index("collective")
+_MISSED, _FUSED = 1, 2
 SMALL = 1 << 16
 """Bytes up to which an exchange takes its latency, not its bytes."""
 
@@ -86,45 +87,26 @@ class TimelineColumns:
 
 def collect(recording: Recording) -> TimelineColumns:
     """Reads the recording once, into columns sorted by the time at which each operation began."""
-    collector = _Collector()
-    for batch in recording.batches():
-        collector.add(batch)
-    return collector.columns(recording)
-
-
-class _Collector:
-    def __init__(self) -> None:
-        self.numbers: dict[tuple[str, str], int] = {}
-        self.tensors: list[Tensor] = []
-        self.groups: dict[str, int] = {}
-        self.rows = bytearray()
-        self.ticks = array("i")
-        self.lates = array("d")
-        self.cycles = array("d")
-        self.setup = array("d")
-
-    def add(self, batch: list[Operation | CycleMark]) -> None:
-        for item in batch:
-            if isinstance(item, CycleMark):
-                self.cycles.append(item.time)
-            else:
-                self._add(item)
-
-    def _add(self, operation: Operation) -> None:
-        """Append an operation as a row: its times, the time in each group of phases, its tensor's number."""
-        number = self.numbers.get((operation.tensor, operation.kind))
-        if number is None or (operation.shape is not None and operation.shape != self.tensors[number].shape):
-            number = self._tensor(operation, number)
-        groups = self.groups
+    numbers: dict[tuple[str, str], int] = {}
+    tensors: list[Tensor] = []
+    groups: dict[str, int] = {}
+    packed, tick_ids = bytearray(), array("i")
+    lates, cycle_times, setups = array("d"), array("d"), array("d")
+    for item in recording.items():
+        if isinstance(item, CycleMark):
+            cycle_times.append(item.time)
+            continue
+        number = numbers.setdefault((item.tensor, item.kind), len(tensors))
+        if number == len(tensors):
+            tensors.append(Tensor(item.tensor, item.kind, item.dtype, item.shape))
+        elif item.shape is not None and item.shape != tensors[number].shape:
+            tensors[number] = Tensor(item.tensor, item.kind, item.dtype, item.shape)
         durations = [_NOT_THERE] * len(GROUPS)
         first = last = _NOT_THERE
-        fused = 0
-        begin = operation.start
-        if operation.negotiate_start is not None:
-            begin = operation.negotiate_start
-            if operation.negotiate_end is not None:
-                durations[0] = operation.negotiate_end - begin
-        for name, start, end in operation.phases:
+        flags = 0
+        if item.negotiate_start is not None and item.negotiate_end is not None:
+            durations[0] = item.negotiate_end - item.negotiate_start
+        for name, start, end in item.phases:
             group = groups.get(name)
             if group is None:
                 group = groups[name] = GROUPS.index(group_of(name))
@@ -134,71 +116,47 @@ class _Collector:
                 first = start if first != first else min(first, start)
                 last = end if last != last else max(last, end)
             elif name == "MEMCPY_IN_FUSION_BUFFER":
-                fused = 2
+                flags = _FUSED
             elif name == "INIT_NCCL":
-                self.setup.extend((start, end))
-        size = operation.bytes
-        if operation.ticks:
-            self._ticks(len(self.rows) // _ROW.size, operation.ticks)
-            fused |= 1
-        self.rows += _ROW.pack(
-            begin,
-            operation.start,
-            operation.end,
-            first,
-            last,
-            _NOT_THERE if size is None else size,
-            *durations,
-            number,
-            fused,
-        )
-
-    def _tensor(self, operation: Operation, number: int | None) -> int:
-        tensor = Tensor(operation.tensor, operation.kind, operation.dtype, operation.shape)
-        if number is None:
-            number = self.numbers[operation.tensor, operation.kind] = len(self.tensors)
-            self.tensors.append(tensor)
-        else:
-            self.tensors[number] = tensor
-        return number
-
-    def _ticks(self, row: int, ticks: dict[int, float]) -> None:
-        first = min(ticks.values())
-        for rank, time in ticks.items():
-            self.ticks.extend((row, rank))
-            self.lates.append(time - first)
-
-    def columns(self, recording: Recording) -> TimelineColumns:
-        rows = np.frombuffer(self.rows, [("times", "f8", 6), ("durations", "f4", len(GROUPS)), ("ids", "i4", 2)])
-        times, durations, ids = rows["times"], rows["durations"], rows["ids"]
-        ticks = np.frombuffer(self.ticks, np.int32).reshape(-1, 2)
-        order = np.argsort(times[:, 0], kind="stable")
-        place = np.empty(len(order), np.int32)
-        place[order] = np.arange(len(order), dtype=np.int32)
-        for table in (times, ids, durations):
-            for column in table.T:  # a column at a time: a second copy of the whole would double the memory
-                column[:] = column[order]
-        cycles = np.frombuffer(self.cycles, np.float64)
-        return TimelineColumns(
-            tensors=self.tensors,
-            tensor=ids[:, 0],
-            bytes=times[:, 5],
-            begin=times[:, 0],
-            start=times[:, 1],
-            end=times[:, 2],
-            exchange=times[:, 3:5],
-            durations=durations,
-            fused=(ids[:, 1] & 2) > 0,
-            missed=(ids[:, 1] & 1) > 0,
-            tick_row=place[ticks[:, 0]],
-            tick_rank=ticks[:, 1],
-            tick_late=np.frombuffer(self.lates, np.float64),
-            cycles=cycles,
-            setup=np.frombuffer(self.setup, np.float64).reshape(-1, 2),
-            dropped=recording.dropped,
-            events=recording.events,
-            origin=min((float(one[0]) for one in (times[:, 0], np.sort(cycles)) if len(one)), default=0.0),
-        )
+                setups.extend((start, end))
+        if item.ticks:
+            flags |= _MISSED
+            earliest = min(item.ticks.values())
+            for rank, time in item.ticks.items():
+                tick_ids.extend((len(packed) // _ROW.size, rank))
+                lates.append(time - earliest)
+        size = _NOT_THERE if item.bytes is None else item.bytes
+        packed += _ROW.pack(item.begin, item.start, item.end, first, last, size, *durations, number, flags)
+    rows = np.frombuffer(packed, [("times", "f8", 6), ("durations", "f4", len(GROUPS)), ("ids", "i4", 2)])
+    times, phases, ids = rows["times"], rows["durations"], rows["ids"]
+    ticks = np.frombuffer(tick_ids, np.int32).reshape(-1, 2)
+    order = np.argsort(times[:, 0], kind="stable")
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    for table in (times, ids, phases):
+        for column in table.T:  # a column at a time: a second copy of the whole would double the memory
+            column[:] = column[order]
+    cycles = np.frombuffer(cycle_times, np.float64)
+    return TimelineColumns(
+        tensors=tensors,
+        tensor=ids[:, 0],
+        bytes=times[:, 5],
+        begin=times[:, 0],
+        start=times[:, 1],
+        end=times[:, 2],
+        exchange=times[:, 3:5],
+        durations=phases,
+        fused=(ids[:, 1] & _FUSED) > 0,
+        missed=(ids[:, 1] & _MISSED) > 0,
+        tick_row=place[ticks[:, 0]],
+        tick_rank=ticks[:, 1],
+        tick_late=np.frombuffer(lates, np.float64),
+        cycles=cycles,
+        setup=np.frombuffer(setups, np.float64).reshape(-1, 2),
+        dropped=recording.dropped,
+        events=recording.events,
+        origin=min((float(one[0]) for one in (times[:, 0], np.sort(cycles)) if len(one)), default=0.0),
+    )
 
 
 @dataclass(frozen=True)

@@ -138,25 +138,22 @@ class Sets:
         self.communication = columns.covered(communication)
         self.data = columns.covered(columns.kind == Kind.DATA)
         self.copies = columns.covered(columns.kind == Kind.COPY)
-        self.only_waits = _only_waits(columns, communication)
+        names = [columns.names[number] for number in np.unique(columns.name[communication]).tolist()]
+        self.only_waits = bool(names) and all(name.startswith("hvdkit:") for name in names)
+        self.computation: Intervals
         if kernels.any():
             self.computation = columns.covered(kernels & (columns.kind == Kind.COMPUTATION))
             self.computed_by = "GPU kernels"
-        else:
-            self.computation = self._on_cpu(columns)
-            self.computed_by = "CPU operators of the thread that computed longest"
-
-    def _on_cpu(self, columns: TraceColumns) -> Intervals:
-        """The operators of one thread, without its calls that communicate and its data loading."""
+            return
+        self.computed_by = "CPU operators of the thread that computed longest"
+        self.computation = np.zeros(0), np.zeros(0)
         operators = columns.kind == Kind.COMPUTATION
-        best: Intervals = (np.zeros(0), np.zeros(0))
         for thread in np.unique(columns.thread[operators]).tolist():
             mine = columns.thread == thread
             calls = columns.covered(mine & ((columns.kind == Kind.COMMUNICATION) | (columns.kind == Kind.DATA)))
             found = without(columns.covered(mine & operators), calls)
-            if length(found) > length(best):
-                best = found
-        return best
+            if length(found) > length(self.computation):
+                self.computation = found
 
 
 def communicating(columns: TraceColumns) -> NDArray[np.bool_]:
@@ -169,12 +166,6 @@ def communicating(columns: TraceColumns) -> NDArray[np.bool_]:
     host = calls & starts[columns.name] & (columns.source != Source.KERNEL)
     shown = calls & ~host
     return np.asarray(shown if shown.any() or columns.on_gpu.any() else calls)
-
-
-def _only_waits(columns: TraceColumns, communication: NDArray[np.bool_]) -> bool:
-    """Whether all that is seen of the communication is hvdkit's ranges around the wait for Horovod."""
-    names = {columns.names[number] for number in np.unique(columns.name[communication]).tolist()}
-    return bool(names) and all(name.startswith("hvdkit:") for name in names)
 
 
 def window_of(columns: TraceColumns) -> tuple[float, float]:
@@ -374,32 +365,25 @@ def _operators(columns: TraceColumns, calls: EventCalls, mask: NDArray[np.bool_]
     if not len(rows):
         return ()
     numbers, first, place = np.unique(columns.name[rows], return_index=True, return_inverse=True)
-
-    def total(values: Floats) -> list[float]:
-        return [float(value) for value in np.bincount(place, values[rows], len(numbers))]
-
-    sums = (
-        total(np.ones(len(columns.start))),
-        total(calls.self_time),
-        total(np.where(calls.counted, columns.end - columns.start, 0)),
-        total(calls.gpu_self),
-        total(np.where(calls.counted, calls.gpu_total, 0)),
-        total(calls.size),
+    length_of = columns.end - columns.start
+    values = (
+        np.ones(len(length_of)),
+        calls.self_time,
+        np.where(calls.counted, length_of, 0),
+        calls.gpu_self,
+        np.where(calls.counted, calls.gpu_total, 0),
+        calls.size,
     )
+    sums = np.array([np.bincount(place, one[rows], len(numbers)) for one in values]).T.tolist()
     found = []
-    for index, number in enumerate(numbers.tolist()):
-        row = rows[first[index]]
-        count, self_time, time, gpu_self, gpu_total, size = (column[index] for column in sums)
+    for number, row, (count, own, total, gpu_self, gpu_total, size) in zip(
+        numbers.tolist(), rows[first].tolist(), sums, strict=True
+    ):
+        kind = _label(int(columns.source[row]), int(columns.kind[row]))
+        own_ms, total_ms = max(0.0, own) / 1e3, total / 1e3
         found.append(
             Operator(
-                name=columns.names[number],
-                kind=_label(int(columns.source[row]), int(columns.kind[row])),
-                calls=int(count),
-                self_ms=max(0.0, self_time) / 1e3,
-                total_ms=time / 1e3,
-                gpu_self_ms=gpu_self / 1e3,
-                gpu_total_ms=gpu_total / 1e3,
-                bytes=int(size),
+                columns.names[number], kind, int(count), own_ms, total_ms, gpu_self / 1e3, gpu_total / 1e3, int(size)
             )
         )
     return tuple(sorted(found, key=lambda operator: (-operator.self_ms, operator.name)))

@@ -159,7 +159,7 @@ def _late(profile: Profile, shown: RankProfile) -> Cause | None:
         f"time in MPI: rank {over.least_rank} {duration_text(1e6 * over.least)}, median "
         f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}",
         f"Look at what rank {over.least_rank} does besides: its input, its computation, the cores of its host (hvdkit "
-        "preflight).",
+        "doctor --job).",
         (over.least_rank,),
     )
 

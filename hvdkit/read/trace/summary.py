@@ -379,11 +379,16 @@ def _operators(columns: TraceColumns, calls: EventCalls, mask: NDArray[np.bool_]
     for number, row, (count, own, total, gpu_self, gpu_total, size) in zip(
         numbers.tolist(), rows[first].tolist(), sums, strict=True
     ):
-        kind = _label(int(columns.source[row]), int(columns.kind[row]))
-        own_ms, total_ms = max(0.0, own) / 1e3, total / 1e3
         found.append(
             Operator(
-                columns.names[number], kind, int(count), own_ms, total_ms, gpu_self / 1e3, gpu_total / 1e3, int(size)
+                name=columns.names[number],
+                kind=_label(int(columns.source[row]), int(columns.kind[row])),
+                calls=int(count),
+                self_ms=max(0.0, own) / 1e3,
+                total_ms=total / 1e3,
+                gpu_self_ms=gpu_self / 1e3,
+                gpu_total_ms=gpu_total / 1e3,
+                bytes=int(size),
             )
         )
     return tuple(sorted(found, key=lambda operator: (-operator.self_ms, operator.name)))

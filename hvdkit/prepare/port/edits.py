@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdkit.prepare.check.source import decoded, parsed, read_script
 
@@ -33,6 +33,10 @@ class Piece(NamedTuple):
     start: int
     end: int
     level: int = 0
+
+
+_Asked = dict[Piece | ast.AST, dict[str, list[Any]]]
+"""By piece, call, import or statement what is asked of it."""
 
 
 class ScriptText:
@@ -145,43 +149,27 @@ def read(path: str) -> ScriptText:
 
 
 class Edits:
-    """The changes of one script."""
+    """The changes of one script.
+
+    Attributes:
+        asked: of what, how and with what, each once, in order.
+    """
 
     def __init__(self, text: ScriptText) -> None:
         self.text = text
-        self._changes: dict[Piece, list[Change]] = {}
-        self._added: dict[ast.Call, list[tuple[int | None, str]]] = {}
-        self._dropped: dict[ast.Call | ast.Import | ast.ImportFrom, list[ast.AST]] = {}
-        self._statements: dict[ast.stmt, dict[str, list[str]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._changes or self._added or self._dropped or self._statements)
-
-    def copy(self) -> Edits:
-        """As they are now, to come back to."""
-        made = Edits(self.text)
-        made._changes = {piece: [*found] for piece, found in self._changes.items()}
-        made._added = {call: [*found] for call, found in self._added.items()}
-        made._dropped = {whole: [*found] for whole, found in self._dropped.items()}
-        made._statements = {one: {how: [*codes] for how, codes in found.items()}
-                            for one, found in self._statements.items()}  # fmt: skip
-        return made
+        self.asked: dict[tuple[Piece | ast.AST, str, Any], None] = {}
 
     def change(self, piece: Piece, make: Change) -> None:
         """Make another text of a piece, once: two calls of ``fit`` may ask for the same of their data set."""
-        made = self._changes.setdefault(piece, [])
-        if make not in made:
-            made.append(make)
+        self.asked[piece, "change", make] = None
 
     def add(self, call: ast.Call, argument: str, place: int | None = None) -> None:
         """Give a call one more argument, at the end or at a place further up."""
-        added = self._added.setdefault(call, [])
-        if (place, argument) not in added:
-            added.append((place, argument))
+        self.asked[call, "add", (place, argument)] = None
 
     def drop(self, whole: ast.Call | ast.Import | ast.ImportFrom, gone: Sequence[ast.AST]) -> None:
         """Take some of the arguments of a call, or of the names of an import, out."""
-        self._dropped.setdefault(whole, []).extend(gone)
+        self.asked |= {(whole, "drop", one): None for one in gone}
 
     def edit(self, how: str, statement: ast.stmt, code: str = "") -> None:
         """Change a statement as a whole.
@@ -197,21 +185,25 @@ class Edits:
             self.change(header, to(""))
             if header.end == self.text.piece(statement.body[0]).start:  # all of it on one line
                 return
-        codes = self._statements.setdefault(statement, {}).setdefault(how, [])
-        if code not in codes:
-            codes.append(code)
+        self.asked[statement, how, code] = None
 
     def made(self) -> bytes:
         """The script with all changes."""
         text = self.text
-        changes = {piece: [*found] for piece, found in self._changes.items()}
-        for whole in dict.fromkeys([*self._dropped, *self._added]):
-            for piece, code in self._arguments(whole):
-                changes.setdefault(piece, []).append(_adding(code) if code else to(""))
-        for statement in self._statements:
-            first = self._first_line(statement)
-            end = [*text.starts, len(text.data)][statement.end_lineno or statement.lineno]
-            changes[Piece(text.starts[first - 1], end, 2)] = [self._around(statement, first)]
+        asked: _Asked = {}
+        for at, how, what in self.asked:
+            asked.setdefault(at, {}).setdefault(how, []).append(what)
+        changes: dict[Piece, list[Change]] = {}
+        for at, hows in asked.items():
+            if isinstance(at, Piece):
+                changes.setdefault(at, []).extend(hows["change"])
+            elif isinstance(at, (ast.Call, ast.Import, ast.ImportFrom)):
+                for piece, change in self._arguments(at, hows.get("drop", []), hows.get("add", [])):
+                    changes.setdefault(piece, []).append(change)
+            if isinstance(at, ast.stmt) and hows.keys() != {"drop"}:
+                first = self._first_line(at)
+                end = [*text.starts, len(text.data)][at.end_lineno or at.lineno]
+                changes[Piece(text.starts[first - 1], end, 2)] = [self._around(at, first, asked)]
         order = sorted(changes, key=lambda one: (one.start, one.start != one.end, -one.end, -one.level))
 
         def rendered(piece: Piece, inside: list[Piece]) -> str:
@@ -242,30 +234,32 @@ class Edits:
         compile(tree, self.text.path, "exec", dont_inherit=True)
         return ScriptText(self.text.path, content, tree)
 
-    def _arguments(self, whole: ast.Call | ast.Import | ast.ImportFrom) -> Iterator[tuple[Piece, str]]:
-        """The pieces of a call or of an import that go, and, with their text, those that come."""
-        text, gone = self.text, self._dropped.get(whole, [])
+    def _arguments(
+        self, whole: ast.Call | ast.Import | ast.ImportFrom, gone: list[ast.AST], added: list[tuple[int | None, str]]
+    ) -> Iterator[tuple[Piece, Change]]:
+        """The pieces of a call or of an import that go, and those that come."""
+        text = self.text
         given = _in_order([*whole.args, *whole.keywords] if isinstance(whole, ast.Call) else whole.names)
         pieces = [text.argument(whole, one) for one in given]
         kept = [place for place, one in enumerate(given) if one not in gone]
         for stays, run in groupby(range(len(given)), lambda place: place in kept):
             if not stays:
                 places = [*run]
-                yield self._run(pieces, places[0], places[-1], bool(kept)), ""
-        for place, code in self._added.get(whole, ()) if isinstance(whole, ast.Call) else ():
+                yield self._run(pieces, places[0], places[-1], bool(kept)), to("")
+        for place, code in added:
             before = [one for one in kept if place is None or one < place]
             if not before:
-                at = text.piece(whole).end - 1
-                yield Piece(at, at), code
+                end = (whole.end_col_offset or 0) - 1 + text.starts[(whole.end_lineno or 1) - 1]
+                yield Piece(end, end), _adding(code)
                 continue
             start, end, _ = pieces[before[-1]]
             comma = text.over(end, b",")
             lines = text.own_lines(start, comma)
             if comma != end and lines and before[-1] == len(given) - 1:  # one argument a line
                 indent = text.data[lines.start : start].decode()
-                yield Piece(lines.end, lines.end), f"{indent}{code},{text.newline}"
+                yield Piece(lines.end, lines.end), _adding(f"{indent}{code},{text.newline}")
             else:
-                yield Piece(end, end), f", {code}"
+                yield Piece(end, end), _adding(f", {code}")
 
     def _run(self, pieces: list[Piece], first: int, last: int, some_stay: bool) -> Piece:
         """What goes with the arguments from one to another, so that a comment stays with its argument."""
@@ -299,9 +293,9 @@ class Edits:
             line -= 1
         return line
 
-    def _around(self, statement: ast.stmt, first: int) -> Change:
+    def _around(self, statement: ast.stmt, first: int, asked: _Asked) -> Change:
         """What to do with the lines of a statement and of what is above it."""
-        text, how = self.text, self._statements[statement]
+        text, how = self.text, asked[statement]
         start = _start(statement)
         above = text.lines(first, start)
         indent = re.sub(r"[^ \t].*", "", text.lines(statement.lineno, statement.lineno + 1), flags=re.DOTALL)
@@ -321,7 +315,7 @@ class Edits:
                 kept = _lines(lead)
                 while kept and kept[-1].strip():  # a comment on what is gone
                     kept.pop()
-                gone = all(set(self._statements.get(one, {})) == {"remove"} for one in beside)
+                gone = all(set(asked.get(one, {})) == {"remove"} for one in beside)
                 last = lines("pass") if gone and statement is beside[-1] else ""
                 return "".join([*kept, head, tail, last])
             if "unwrap" in how:
@@ -410,6 +404,12 @@ def starred(node: ast.expr) -> str:
     """``__``, for what a star is put in front of; in brackets where that needs them."""
     closed = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple, ast.Dict)
     return "__" if isinstance(node, closed) else "(__)"
+
+
+@cache
+def with_first(code: str) -> Change:
+    """A list with one more element in front of all that it has."""
+    return lambda old: f"[{code}" + (" " if old[1] not in "] \t\r\n" else "") + old[1:]
 
 
 @cache

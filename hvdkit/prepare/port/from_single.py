@@ -10,7 +10,7 @@ from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_consta
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import keras_2, on_root, seeds
-from hvdkit.prepare.port.edits import around, starred, to
+from hvdkit.prepare.port.edits import around, starred, to, with_first
 from hvdkit.prepare.port.plan import PortPlan, Unsure, is_text
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "Adagrad": "0.01", "RMSprop": "0.01",
@@ -416,7 +416,7 @@ def _fit(plan: PortPlan, event: Event) -> None:
     elif isinstance(callbacks, ast.Call) and case.name(callbacks).startswith("keras.callbacks."):
         plan.change(callbacks, around(f"[{hk}.BroadcastState(), __]"))
     elif isinstance(callbacks, ast.List):
-        plan.put_first(callbacks, f"{hk}.BroadcastState()")
+        plan.change(callbacks, with_first(f"{hk}.BroadcastState()" + "," * bool(callbacks.elts)))
     else:
         maybe = any(is_constant(one, None) for one in case.reach(callbacks))
         given = "(__ or [])" if maybe and not isinstance(callbacks, ast.BoolOp) else starred(callbacks)

@@ -13,7 +13,7 @@ from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import MISFITS, Change, Edits, Piece, ScriptText, around, as_keyword, to
+from hvdkit.prepare.port.edits import MISFITS, Change, Edits, ScriptText, around, as_keyword, to
 
 _NUMBERS = {one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")}
 _NUMBERS |= {"get_rank": "rank", "get_world_size": "size"}
@@ -61,6 +61,7 @@ class PortPlan:
         self.text, self._careful = text, careful
         self.case = JudgedCase(text.tree)
         self.edits = Edits(text)
+        self.src, self.moved = text.source, text.moved
         self.left: list[Left] = []
         self.notes: list[str] = []
         self.binding = ""
@@ -82,13 +83,13 @@ class PortPlan:
     @contextmanager
     def sure(self, node: ast.AST | int) -> Iterator[None]:
         """Around one change: where it is not certain, or does not fit, it becomes a line of the report."""
-        before = self.edits.copy(), self._horovod, {*self._needs}
+        before = {**self.edits.asked}, self._horovod, {*self._needs}
         try:
             yield
             if self._careful:
                 self.edits.parsed()
         except (Unsure, *MISFITS) as error:
-            self.edits, self._horovod, self._needs = before
+            self.edits.asked, self._horovod, self._needs = before
             misfit = Unsure(node, "what it would become does not fit the text around it", "see docs/migrate.md")
             self.left.append(error.left if isinstance(error, Unsure) else misfit.left)
 
@@ -126,13 +127,6 @@ class PortPlan:
         """Change an expression."""
         self.edits.change(self.text.piece(node), make)
 
-    def put_first(self, node: ast.List, code: str) -> None:
-        """Give a list one more element, in front of all others."""
-        start = self.text.piece(node).start + 1
-        comma = "," if node.elts else ""
-        space = " " if comma and not self.text.data[start : start + 1].isspace() else ""
-        self.edits.change(Piece(start, start), to(f"{code}{comma}{space}"))
-
     def rename(self, node: ast.expr, keyword: str, value: str | None = None) -> None:
         """Give an argument this keyword, "" for none, and another value."""
         named = self.case.parents[node]
@@ -149,8 +143,7 @@ class PortPlan:
 
     def drop(self, call: ast.Call, gone: Sequence[ast.AST]) -> None:
         """Take arguments out of a call."""
-        if gone:
-            self.edits.drop(call, gone)
+        self.edits.drop(call, gone)
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
         """Change a statement as a whole: see ``Edits.edit``; ``Unsure`` where it shares its line."""
@@ -159,14 +152,6 @@ class PortPlan:
     def leave(self, node: ast.AST | int, why: str, write: str) -> None:
         """List what stays."""
         self.left.append(Unsure(node, why, write).left)
-
-    def src(self, node: ast.AST) -> str:
-        """The text of an expression, as it was."""
-        return self.text.source(node)
-
-    def moved(self, node: ast.expr) -> str:
-        """What stands in new code for an expression, with all that changes in it."""
-        return self.text.moved(node)
 
     # The topology ---------------------------------------------------------------------------------------------------
 

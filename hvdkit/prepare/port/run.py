@@ -100,7 +100,7 @@ def _planned(text: ScriptText, careful: bool = False) -> tuple[PortPlan, ScriptT
     try:
         _FROM[library](plan)
         plan.declare()
-        return plan, _tidy(text, plan.edits.parsed()) if plan.edits else text
+        return plan, _tidy(text, plan.edits.parsed()) if plan.edits.asked else text
     except MISFITS as error:
         if not careful:
             return _planned(text, careful=True)
@@ -124,7 +124,7 @@ def _tidy(before: ScriptText, after: ScriptText) -> ScriptText:
                 edits.edit("remove", statement)
             else:
                 edits.drop(statement, unused)
-    return edits.parsed() if edits else after
+    return edits.parsed() if edits.asked else after
 
 
 def _is_gone(base: str, alias: ast.alias, gone: set[str]) -> bool:

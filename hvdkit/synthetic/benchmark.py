@@ -139,7 +139,7 @@ class BenchmarkSettings:
         return x, random.integers(0, self.classes, self.batch_size, dtype=np.int64)
 
     def word(self) -> str:
-        """One word of a command line, which ``run_program`` reads."""
+        """One word of a command line, which ``python -m hvdkit.synthetic`` reads."""
         return json.dumps(asdict(self))
 
 
@@ -254,11 +254,6 @@ class Stopwatch:
             click.echo(line)
 
 
-def run_program(run: Callable[[BenchmarkSettings], object]) -> NoReturn:
-    """The main program of a framework's benchmark, which reads ``BenchmarkSettings.word``."""
-    started_by("hvdkit bench synthetic", lambda word: run(_settings(word)), 1)
-
-
 def started_by(command: str, run: Callable[..., object], words: int) -> NoReturn:
     """A main program that a command starts with so many words; it ends with a sentence on a mistake."""
     try:
@@ -271,12 +266,3 @@ def started_by(command: str, run: Callable[..., object], words: int) -> NoReturn
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(0)
-
-
-def _settings(word: str) -> BenchmarkSettings:
-    try:
-        return BenchmarkSettings(**json.loads(word))
-    except InvalidArgumentError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"expected the settings of `hvdkit bench synthetic`, got {word!r}.") from error

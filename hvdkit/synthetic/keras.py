@@ -1,4 +1,4 @@
-"""``hvdkit bench synthetic --framework keras``: one rank of it, started by that command."""
+"""``hvdkit bench synthetic --framework keras``: one rank of it, and the models in Keras 3, for TensorFlow too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import itertools
 import math
 from typing import Any
 
-from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch, run_program
+import keras
+from keras import layers
+
+from hvdkit.synthetic.benchmark import EXPANSION, HIDDEN, RESNET50, BenchmarkSettings, Stopwatch, bottlenecks, projected
 
 
 def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
@@ -18,14 +21,10 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
         MissingFrameworkError: Keras, its backend, or Horovod for it, is missing.
         InvalidArgumentError: Adasum, which Keras' optimizers cannot do.
     """
-    import hvdkit.keras as hk  # says what is missing, where ``import keras`` would only fail
+    import hvdkit.keras as hk  # needs Horovod, which the models do not
+    from hvdkit.keras.trainer.callbacks import Callback
 
     world = hk.init()
-    import keras
-
-    from hvdkit.keras.trainer.callbacks import Callback
-    from hvdkit.synthetic.tensorflow_models import make_model
-
     device = hk.pin_device(world, "auto" if settings.cuda else "cpu").lower()
     model = make_model(settings)
     optimizer = keras.optimizers.SGD(hk.scale_lr(0.01, world, settings.rule))
@@ -49,8 +48,6 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
 
 def _batches(settings: BenchmarkSettings, rank: int) -> Any:
     """The same batch again and again, without a copy where TensorFlow reads it."""
-    import keras
-
     batch = settings.data(rank)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -60,5 +57,36 @@ def _batches(settings: BenchmarkSettings, rank: int) -> Any:
     return (batch for _ in itertools.count())  # fit takes generators, and no other iterators
 
 
-if __name__ == "__main__":
-    run_program(run)
+def make_model(settings: BenchmarkSettings) -> Any:
+    """The model with random weights; takes (batch, height, width, channels), or (batch, features), gives logits."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input(settings.shape)
+    if settings.model == RESNET50:
+        x = _resnet50(inputs)
+    elif settings.model == "cnn":
+        x = layers.Conv2D(64, 3, activation="relu")(layers.Conv2D(32, 3, activation="relu")(inputs))
+        x = layers.Flatten()(layers.Dropout(0.25)(layers.MaxPooling2D(2)(x)))
+        x = layers.Dropout(0.5)(layers.Dense(128, activation="relu")(x))
+    else:
+        x = inputs
+        for width in HIDDEN[settings.model]:
+            x = layers.Dense(width, activation="relu")(x)
+    return keras.Model(inputs, layers.Dense(settings.classes)(x))
+
+
+def _convolution(x: Any, outputs: int, size: int, stride: int = 1) -> Any:
+    """Without bias, since batch normalization has one."""
+    x = layers.Conv2D(outputs, size, stride, padding="same", use_bias=False)(x)
+    return layers.BatchNormalization()(x)
+
+
+def _resnet50(inputs: Any) -> Any:
+    x = layers.ReLU()(_convolution(inputs, 64, 7, 2))
+    x = layers.MaxPooling2D(3, 2, padding="same")(x)
+    for channels, inner, stride in bottlenecks():
+        inside = layers.ReLU()(_convolution(x, inner, 1))
+        inside = layers.ReLU()(_convolution(inside, inner, 3, stride))
+        inside = _convolution(inside, EXPANSION * inner, 1)
+        beside = _convolution(x, EXPANSION * inner, 1, stride) if projected(channels, inner, stride) else x
+        x = layers.ReLU()(layers.Add()([inside, beside]))
+    return layers.GlobalAveragePooling2D()(x)

@@ -1,4 +1,4 @@
-"""``hvdkit bench synthetic --framework tensorflow``: one rank of it, started by that command."""
+"""``hvdkit bench synthetic --framework tensorflow``: one rank of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import itertools
 import math
 from typing import Any
 
-from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch, run_program
+import keras
+import tensorflow as tf
+
+from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch
+from hvdkit.synthetic.keras import make_model
 
 
 def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
@@ -18,15 +22,10 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
         MissingFrameworkError: TensorFlow, or Horovod for it, is missing.
         InvalidArgumentError: Adasum over a number of ranks that is no power of two.
     """
-    import hvdkit.tensorflow as hk  # says what is missing, where ``import tensorflow`` would only fail
+    import hvdkit.tensorflow as hk
 
     world = hk.init()
     settings.require_ranks(world.size)
-    import keras
-    import tensorflow as tf
-
-    from hvdkit.synthetic.tensorflow_models import make_model
-
     device = hk.pin_device(world, "auto" if settings.cuda else "cpu")
     model = make_model(settings)
     optimizer = keras.optimizers.SGD(hk.scale_lr(0.01, world, settings.rule))
@@ -49,7 +48,3 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
         watch.batch_ended(loss.numpy)
     watch.end()
     return model, optimizer
-
-
-if __name__ == "__main__":
-    run_program(run)

@@ -1,11 +1,15 @@
-"""``hvdkit bench synthetic --framework torch``: one rank of it, started by that command."""
+"""``hvdkit bench synthetic --framework torch``: one rank of it, and its models in PyTorch."""
 
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 from typing import Any
 
-from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch, run_program
+import torch
+from torch import nn
+
+from hvdkit.synthetic.benchmark import EXPANSION, HIDDEN, RESNET50, BenchmarkSettings, Stopwatch, bottlenecks, projected
 
 
 def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
@@ -17,14 +21,10 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
         MissingFrameworkError: PyTorch, or Horovod for it, is missing.
         InvalidArgumentError: Adasum over a number of ranks that is no power of two.
     """
-    import hvdkit.torch as hk  # says what is missing, where ``import torch`` would only fail
+    import hvdkit.torch as hk  # needs Horovod, which the models do not
 
     world = hk.init()
     settings.require_ranks(world.size)
-    import torch
-
-    from hvdkit.synthetic.torch_models import make_model
-
     device = hk.pin_device(world, "auto" if settings.cuda else "cpu")
     torch.backends.cudnn.benchmark = True
     model = make_model(settings).to(device).train()
@@ -50,5 +50,47 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
     return model, optimizer
 
 
-if __name__ == "__main__":
-    run_program(run)
+def make_model(settings: BenchmarkSettings) -> nn.Module:
+    """The model with random weights; takes (batch, channels, height, width), or (batch, features)."""
+    torch.manual_seed(0)
+    if settings.model == RESNET50:
+        return _resnet50(settings.classes)
+    if settings.model == "cnn":
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
+            nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, settings.classes),
+        )  # fmt: skip
+    layers: list[nn.Module] = []
+    for before, after in pairwise([*settings.shape, *HIDDEN[settings.model]]):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(HIDDEN[settings.model][-1], settings.classes))
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
+    """Without bias, since batch normalization has one."""
+    convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+
+
+class _Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, added to what came in."""
+
+    def __init__(self, channels: int, inner: int, stride: int) -> None:
+        super().__init__()
+        outer = EXPANSION * inner
+        self.body = nn.Sequential(
+            _convolution(channels, inner, 1), nn.ReLU(), _convolution(inner, inner, 3, stride), nn.ReLU(),
+            _convolution(inner, outer, 1),
+        )  # fmt: skip
+        self.beside = _convolution(channels, outer, 1, stride) if projected(channels, inner, stride) else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.beside(x))
+
+
+def _resnet50(classes: int) -> nn.Module:
+    blocks = [_Bottleneck(channels, inner, stride) for channels, inner, stride in bottlenecks()]
+    return nn.Sequential(
+        _convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(EXPANSION * bottlenecks()[-1][1], classes),
+    )  # fmt: skip

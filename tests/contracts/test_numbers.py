@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import hvdkit
+from hvdkit.common import units
 
 PACKAGE = Path(hvdkit.__file__).parent
 UNITS = PACKAGE / "common" / "units.py"
@@ -46,3 +47,22 @@ def test_no_tool_writes_a_percentage_by_hand():
     found = {path: text for path, text in sources.items() if "%" in text}
     assert len(found) > 50
     assert [f"{path}:{line}" for path, text in found.items() for line in strays(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (units.duration_text(0.5), "0.50 us"),
+        (units.duration_text(1_500), "1.50 ms"),
+        (units.duration_text(2.5e6), "2.50 s"),
+        (units.bytes_text(999), "999 B"),
+        (units.bytes_text(1_500), "1.50 kB"),
+        (units.bytes_text(2.5e9), "2.50 GB"),
+        (units.share_text(0.9999), "99.9%"),
+        (units.change_text(-0.25), "-25%"),
+        (units.number_text(12345), "12345"),
+        (units.number_text(0.00012345), "1.23e-04"),
+    ],
+)
+def test_a_number_has_its_unit(written, expected):
+    assert written == expected

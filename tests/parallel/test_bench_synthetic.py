@@ -78,7 +78,7 @@ def test_rank_0_prints_horovods_lines_and_bench_takes_its_steps(tmp_path):
 
 def tensorflow_and_keras():
     """What both say of a short run, and the sizes of ResNet-50's variables."""
-    from hvdkit.synthetic import keras, tensorflow, tensorflow_models
+    from hvdkit.synthetic import keras, tensorflow
     from hvdkit.synthetic.benchmark import BenchmarkSettings
 
     short = {"model": "mlp", "batch_size": 4, "warmup_batches": 2, "batches_per_iter": 3, "iters": 2, "cuda": False}
@@ -87,7 +87,7 @@ def tensorflow_and_keras():
         with contextlib.redirect_stdout(io.StringIO()) as text:
             adapter.run(BenchmarkSettings(**short, fp16_allreduce=True, as_json=as_json))
         said.append(text.getvalue())
-    model = tensorflow_models.make_model(BenchmarkSettings("resnet50-shape", image_size=64))
+    model = keras.make_model(BenchmarkSettings("resnet50-shape", image_size=64))
     assert model.output_shape == (None, 1000)
     return *said, sorted(math.prod(variable.shape) for variable in model.trainable_variables)
 

@@ -15,7 +15,10 @@ from ranks import missing, on_ranks
 from hvdkit.errors import AgreementError, HvdkitError, TopologyMismatchError
 from hvdkit.synthetic import smoke
 
-LINES = "hvdkit test: allreduce: 1 + 2 = 3 on every rank, under {}\nhvdkit test: training: after 10 steps all ranks"
+LINES = """\
+hvdkit test: controller: Gloo
+hvdkit test: allreduce: 1 + 2 = 3 on every rank, under {}
+hvdkit test: training: after 10 steps all ranks"""
 
 needs_horovod = pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod")
 
@@ -36,7 +39,7 @@ def test_two_ranks_add_up_and_train(hk, world):
     with on_cpu(hk) as said:
         smoke.run(framework, 2, gpu=False)
     lines = [line for line in said.getvalue().splitlines() if line.startswith("hvdkit test: ")]
-    assert "\n".join(lines).startswith(LINES.format(world.launcher)) and len(lines) == 2
+    assert "\n".join(lines).startswith(LINES.format(world.launcher)) and len(lines) == 3
     with on_cpu(hk), pytest.raises(TopologyMismatchError, match="3 ranks were started, and Horovod sees 2"):
         smoke.run(framework, 3, gpu=False)
 

@@ -43,8 +43,6 @@ SUBCOMMANDS = {
 }
 MOVED = {"report": "hvdkit bench show --markdown", "compare": "hvdkit diff"}
 _NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
-_PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow", "keras")}
-"""What is run for a framework, with ``python -m``."""
 _FORMS = (
     click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),
     click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each number of ranks."),
@@ -190,7 +188,7 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
 
 
 @click.command()
-@click.option("--framework", type=click.Choice(list(_PROGRAMS)), default="torch")
+@click.option("--framework", type=click.Choice(["torch", "tensorflow", "keras"]), default="torch")
 @click.option("--model", type=click.Choice(list(benchmark.MODELS)), default="cnn")
 @click.option("-n", "ranks", type=AT_LEAST_1, metavar="N", help="Start N ranks with `hvdkit launch`.")
 @click.option(
@@ -252,7 +250,7 @@ def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> 
             "--use-adasum combines whole updates, which Keras' optimizers do not expose; take --framework torch."
         )
     settings = benchmark.BenchmarkSettings(cuda=not no_cuda, **rest)
-    argv = [sys.executable, "-m", _PROGRAMS[framework], settings.word()]
+    argv = [sys.executable, "-m", "hvdkit.synthetic", framework, settings.word()]
     if ranks is not None:
         settings.require_ranks(ranks)
         inside = launchers.detect(os.environ)

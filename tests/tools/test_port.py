@@ -661,6 +661,16 @@ def test_an_odd_script_changes_where_it_must_and_nowhere_else(
     assert any(why in one.why for one in found.left) if why else not found.left, found.left
 
 
+def test_the_library_starts_below_the_docstring_and_seeds_what_is_imported() -> None:
+    head = '"""Doc."""\n__version__ = "1"\nSIZE = 8\n' + HEAD
+    start = "import hvdkit.torch as hk\n\nworld = hk.init()\nhk.pin_device(world)\n"
+    drawn = LOOP.replace("zeros", "rand")
+    assert after(head + drawn).startswith(f"{head}{start}torch.manual_seed(0)\n")
+    late = "import sys\nsys.path.append('..')\n" + HEAD + drawn
+    assert after(late).startswith(f"import sys\n{start}sys.path")
+    assert "without a seed every rank draws" in one_reason(late)
+
+
 def test_one_change_that_does_not_fit_is_listed_and_all_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits.ScriptText, "stands_alone", lambda self, statement: True)
     found = ported(HEAD + LOOP + "if data: pass\nelse: print(2)\nprint(3)\n")
@@ -688,6 +698,11 @@ def test_the_input_is_written_over_only_when_asked(script: Path, capfd: pytest.C
     assert cli.run(["port", str(script), "--diff"]) == 0
     output = capfd.readouterr().out
     assert output.startswith(f"--- {script}") and "+loader = hk.shard" in output
+    script.write_text("\ufeff" + HEAD + LOOP + "\f\nprint('\u2028')", encoding="utf-8")
+    assert cli.run(["port", str(script), "--diff"]) == 0
+    lines = capfd.readouterr().out.split("\n")[:-1]
+    assert all(line[0] in "-+ @\\" for line in lines) and "+    print('\u2028')" in lines
+    script.write_text(HEAD + LOOP)
     link = script.with_name("link.py")
     link.symlink_to(script)
     for target in (script, link):

@@ -83,10 +83,10 @@ class ScriptText:
         """What stands in new code for the text of an expression, and for all that changes in it."""
         start, end, _ = self.piece(node)
         try:
-            ast.parse(self.data[start:end], mode="eval")
-        except SyntaxError:  # it goes on over lines because something around it has brackets
-            return f"(\0{start} {end}\0)"
-        return f"\0{start} {end}\0"
+            alone = len(parsed(self.data[start:end], self.path).body) == 1
+        except SyntaxError:
+            alone = False
+        return f"\0{start} {end}\0" if alone else f"(\0{start} {end}\0)"  # which goes on over lines in brackets
 
     def argument(self, whole: ast.AST, node: _Placed) -> Piece:
         """Where an argument of a call is, with the parentheses around it; or a name of an import, which has none."""

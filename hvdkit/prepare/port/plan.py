@@ -61,7 +61,7 @@ class PortPlan:
         self.text, self._careful = text, careful
         self.case = JudgedCase(text.tree)
         self.edits = Edits(text)
-        self.src, self.moved = text.source, text.moved
+        self.src, self.moved = text.source, text.moved  # an expression's text as it was, and as it will be
         self.left: list[Left] = []
         self.notes: list[str] = []
         self.binding = ""

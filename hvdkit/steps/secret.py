@@ -39,6 +39,17 @@ def new() -> str:
     return secrets.token_hex(32)
 
 
+def checked(given: str) -> str:
+    """What HVDKIT_SECRET holds.
+
+    Raises:
+        LauncherError: it is too short.
+    """
+    if len(given) < _LEAST:
+        raise LauncherError(f"{VARIABLE} must have at least {_LEAST} characters, got {len(given)}. {_FIX}")
+    return given
+
+
 def key(job: str, environ: Mapping[str, str], *, one_host: bool) -> Key:
     """The key of a job step, the same on all its ranks.
 
@@ -54,10 +65,8 @@ def key(job: str, environ: Mapping[str, str], *, one_host: bool) -> Key:
     given = environ.get(VARIABLE)
     if given is None:
         given, where = _of_file(_directories(environ, one_host=one_host))
-    elif len(given) < _LEAST:
-        raise LauncherError(f"{VARIABLE} must have at least {_LEAST} characters, got {len(given)}. {_FIX}")
     else:
-        where = VARIABLE
+        given, where = checked(given), VARIABLE
     print_ = hashlib.sha256(b"fingerprint" + given.encode()).hexdigest()[:8]
     return Key(hmac.digest(given.encode(), job.encode(), "sha256"), f"{where}, fingerprint {print_}")
 

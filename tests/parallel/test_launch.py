@@ -1,5 +1,6 @@
 """``hvdkit launch`` with real ranks, over MPI and over Gloo."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -489,6 +490,40 @@ def test_signals_end_every_process(signalled, launcher, sent):
         said = f"hvdkit launch: interrupted by {sent.name}; every process was ended."
         assert errors.decode().splitlines()[-1] == said
         assert launch.processes() == []
+
+
+def wrappers(launch):
+    """Process ids of what is beside the ranks, once these run."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            words = (directory / "cmdline").read_bytes().split(b"\0")
+            if launch.mark.encode() in words and any(word.endswith(b"/launch/rank.py") for word in words[:4]):
+                found.append(int(directory.name))
+    return found
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_signal_that_reaches_the_process_beside_a_rank(launch, launcher):
+    """A warning that no program handles is no harm; a rank that is told to end ends the job, which is no success."""
+    process = launch.start("-n", "2", "--launcher", launcher, launch.script("print('ready')" + WAIT_FOR_EVER))
+    first, *_ = wrappers(launch)
+    os.kill(first, signal.SIGUSR1)
+    time.sleep(1.0)  # a job that ends of it does so by now
+    assert process.poll() is None
+    os.kill(first, signal.SIGTERM)
+    errors = process.communicate(timeout=TIMEOUT_S)[1].decode()
+    assert process.returncode == 143, errors
+    assert re.search(r"rank [01] \(pid \d+\) was told to end, and not by hvdkit launch; the job was ended\.\n$", errors)
+
+
+@needs_horovodrun
+def test_an_elastic_worker_that_fails_is_no_success(launch):
+    (launch.directory / "hosts.sh").write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    (launch.directory / "hosts.sh").chmod(0o755)
+    words = ("-n", "2", "--min-np", "1", "--host-discovery-script", "hosts.sh", launch.script("sys.exit(3)"))
+    done = launch.run(*words)
+    assert done.returncode != 0 and b"Exit code: 3" in done.stderr
 
 
 @needs_horovodrun

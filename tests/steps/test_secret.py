@@ -1,7 +1,6 @@
 """The secret of a job comes from its launcher, or from a file that only the user can read."""
 
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import LauncherError
-from hvdkit.run.launch.start import start
+from hvdkit.run.launch import supervise
+from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.steps import secret
 
 GIVEN = "0123456789abcdef" * 4
@@ -114,9 +114,16 @@ def test_without_a_home_ranks_of_one_host_share_a_directory_and_others_are_told(
         key(environ, one_host=True)
 
 
-def test_hvdkit_launch_gives_each_job_a_secret_of_its_own_and_leaves_that_of_the_user():
-    show = [sys.executable, "-c", f"import os; print(os.environ[{secret.VARIABLE!r}])"]
-    new = [start(show, {}).communicate()[0].decode().strip() for _ in range(2)]
+def test_hvdkit_launch_gives_each_job_a_secret_of_its_own_and_leaves_that_of_the_user(monkeypatch, capfd):
+    def shared(**given):
+        plan = LaunchPlan(1, "mpirun", (sys.executable, "-c", show), (), {}, {**os.environ, **given}, "RANK")
+        assert supervise.run(plan).status == 0
+        return capfd.readouterr().err.split()[-1]
+
+    monkeypatch.delenv(secret.VARIABLE, raising=False)
+    show = f"import os; print(os.environ[{secret.VARIABLE!r}])"
+    new = [shared(), shared(**{secret.VARIABLE: ""})]
     assert len(set(new)) == 2 and {len(one) for one in new} == {64}
-    assert start(show, {secret.VARIABLE: GIVEN}).communicate()[0].decode().strip() == GIVEN
-    assert not any(one in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout for one in new)
+    assert shared(**{secret.VARIABLE: GIVEN}) == GIVEN
+    with pytest.raises(LauncherError, match="HVDKIT_SECRET must have at least 32 characters, got 5"):
+        shared(**{secret.VARIABLE: "short"})

@@ -1,9 +1,13 @@
-"""How long the end of a job can take, in the time of a clock of the test's own."""
+"""What ends a job, and how long that can take in the time of a clock of the test's own; who may connect."""
 
+import contextlib
 import os
+import resource
 import sched
+import selectors
 import signal
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,23 +16,161 @@ from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch import supervise
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.peer import Peer, Signals
+from hvdkit.steps import secret
+
+PLAN = LaunchPlan(3, "mpirun", (), (), {}, {}, "RANK", grace_s=60.0)
+
+
+class Watched:
+    """A job of three ranks; ``seen``: what was ordered, and which signals went where, with the time."""
+
+    def __init__(self, monkeypatch, connection, server, **options):
+        self.now, self.seen = 0.0, []
+        self.signals = Signals(connection)
+        plan = replace(PLAN, **options)
+        self.job = job = supervise._Job(plan, self.signals, server, "", tagged=True, verbose=False)
+        job._timers = sched.scheduler(lambda: self.now, self.pass_time)
+        job._launcher = SimpleNamespace(poll=lambda: None, pid=2**22 + 1, returncode=0)
+        monkeypatch.setattr(os, "killpg", self.note)
+        monkeypatch.setattr(os, "kill", self.note)
+        monkeypatch.setattr(Peer, "order", lambda peer, order: self.note(peer.pid, order))
+        self.ranks = [Peer(connection, known=True, pid=2**22 + 2 + rank, rank=rank) for rank in range(plan.n)]
+        job._peers, job._ranks = list(self.ranks), list(self.ranks)
+
+    def pass_time(self, seconds):
+        self.now += seconds
+
+    def note(self, whom, what):
+        self.seen.append((whom, what, self.now))
+
+    def at(self, what, whom=None):
+        return [at for who, seen, at in self.seen if seen == what and whom in (None, who)]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    with contextlib.ExitStack() as stack:
+        ours, _ = map(stack.enter_context, socket.socketpair())
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.setblocking(False)
+
+        def make(**options):
+            made = Watched(monkeypatch, ours, server, **options)
+            stack.enter_context(made.job._selector)
+            return made
+
+        yield make
 
 
 @pytest.mark.parametrize("said", [b"ValueError: bad\n", b"HorovodInternalError: Horovod has been shut down\n"])
-def test_ranks_and_launchers_that_do_not_end_are_killed_within_ten_seconds_of_a_failure(monkeypatch, said):
-    now, seen = [0.0], []
-    plan = LaunchPlan(3, "mpirun", (), (), {}, {}, "RANK")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        job = supervise._Job(plan, Signals(ours), ours, "", tagged=True, verbose=False)
-        job._timers = sched.scheduler(lambda: now[0], lambda s: now.__setitem__(0, now[0] + s))
-        job._launcher = SimpleNamespace(poll=lambda: None, pid=2**22 + 1)
-        monkeypatch.setattr(os, "killpg", lambda _, number: seen.append((number, now[0])))
-        monkeypatch.setattr(os, "kill", lambda _, number: seen.append((number, now[0])))
-        monkeypatch.setattr(Peer, "order", lambda _, order: seen.append((order, now[0])))
-        job._peers = job._ranks = [Peer(ours, pid=2**22 + 2 + rank, rank=rank) for rank in range(plan.n)]
-        job._peers[0].errors.feed(said)
-        job._on_rank_end(job._peers[0], 1, False, 2**22, False, 0)
-        job._timers.run()
-    asked, killed = ([at for what, at in seen if what == word] for word in (wire.STOP, signal.SIGKILL))
+def test_ranks_and_launchers_that_do_not_end_are_killed_within_ten_seconds_of_a_failure(watched, said):
+    it = watched()
+    it.ranks[0].errors.feed(said)
+    it.job._on_rank_end(it.ranks[0], 1, False, 2**22, False, 0)
+    it.job._timers.run()
+    asked, killed = it.at(wire.STOP), it.at(signal.SIGKILL)
     assert asked and killed and min(asked) < min(killed) <= 9.0
+
+
+def test_a_peer_that_has_not_said_who_it_is_is_hung_up_and_no_process_group_is_killed(watched):
+    it = watched()
+    stranger = Peer(socket.socket(), known=True)
+    it.job._selector.register(stranger.connection, selectors.EVENT_READ)
+    it.job._peers.append(stranger)
+    it.job._kill_outright()
+    assert it.at(signal.SIGKILL) and not it.at(signal.SIGKILL, whom=0)
+    assert stranger.connection.fileno() == -1 and stranger not in it.job._peers
+
+
+def test_a_rank_that_comes_when_all_are_killed_is_killed_too(watched, monkeypatch):
+    it = watched()
+    it.job._stop(wire.TERMINATE, 1.0)
+    it.job._kill()
+    late = Peer(socket.socket(), pid=1)
+    monkeypatch.setattr(Peer, "receive", lambda _: b"proof")
+    monkeypatch.setattr(Peer, "shake_hands", lambda *_: True)
+    it.job._plan = replace(it.job._plan, environment={secret.VARIABLE: ""})
+    it.job._strangers.append(late)
+    it.job._on_peer(late)
+    late.connection.close()
+    assert it.at(wire.KILL, whom=1)
+
+
+@pytest.mark.parametrize("there", [1, 0])
+def test_an_elastic_job_of_fewer_ranks_has_its_grace(watched, there):
+    """Only where no rank has come there is nobody else to tell."""
+    it = watched(elastic=True)
+    del it.job._peers[there:]
+    it.job._stop(wire.TERMINATE, 60.0)
+    assert bool(it.at(signal.SIGTERM)) == (there == 0)
+
+
+def test_a_signal_that_ends_the_job_leaves_the_grace_where_nobody_reads_the_output(watched):
+    it = watched()
+    it.signals.note(signal.SIGTERM, None)
+    it.job._shown._on_unread()
+    assert not it.at(wire.STOP)
+    it.signals.interrupted = False
+    it.job._shown._on_unread()
+    assert it.at(wire.STOP)
+
+
+def test_an_answer_that_nobody_waits_for_is_no_harm(watched):
+    it = watched()
+    it.job._on_frame(it.ranks[1], wire.UNHANDLED, wire.UNHANDLED_PAYLOAD.pack(signal.SIGUSR1))
+
+
+@pytest.mark.parametrize(("status", "exits"), [(-signal.SIGTERM, 143), (0, 143), (5, 5)])
+def test_what_somebody_else_tells_a_rank_ends_the_job_with_its_grace_and_is_no_success(watched, capfd, status, exits):
+    it = watched()
+    first, second, third = it.ranks
+    it.job._on_rank_end(first, status, True, 7, False, 0)
+    assert it.at(wire.TERMINATE) and not it.at(wire.STOP)
+    it.job._on_rank_end(second, 0, False, 8, False, 0)
+    it.job._on_rank_end(third, 0, True, 9, False, 0)
+    assert it.at(wire.STOP), "they leave together"
+    assert it.job._conclude("") == exits
+    assert "rank 0 (pid 7) was told to end, and not by hvdkit launch; the job was ended." in capfd.readouterr().err
+
+
+def test_a_connection_that_ends_without_a_word_is_not_called_killed(watched, capfd):
+    it = watched()
+    it.job._selector.register(it.ranks[1].connection, selectors.EVENT_READ)
+    it.job._on_peer_gone(it.ranks[1])
+    assert it.job._conclude("") == 137
+    assert "rank 1 was lost: the process beside it was killed, or the network failed" in capfd.readouterr().err
+
+
+def test_of_many_who_show_nothing_the_oldest_goes(watched):
+    it = watched()
+    with contextlib.ExitStack() as stack:
+        address = it.job._listener.getsockname()
+        for _ in range(PLAN.n + supervise._FILES // 2 + 1):
+            stack.enter_context(socket.create_connection(address))
+            it.job._on_connections()
+        left = list(it.job._strangers)
+        assert len(left) == PLAN.n + supervise._FILES // 2
+        for peer in left:
+            it.job._drop_stranger(peer)
+
+
+def test_too_many_open_files_keep_the_loop_waiting_and_let_the_next_one_in(watched):
+    it = watched()
+    it.job._listen()
+    server = it.job._listener
+    with socket.create_connection(server.getsockname()), socket.create_connection(server.getsockname()):
+        it.job._accept(server.accept()[0])
+        oldest = it.job._strangers[0]
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, allowed[1]))
+        try:
+            it.job._on_connections()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+        assert it.job._selector.select(0) == [], "it does not spin"
+        assert oldest.connection.fileno() == -1
+        it.job._timers.run()
+        (key, _), *_ = it.job._selector.select(5.0)
+        key.data()
+        (newest,) = it.job._strangers
+        it.job._drop_stranger(newest)

@@ -38,6 +38,7 @@ def test_the_first_failure_of_its_own_decides(ends, expected):
         ([RankEnd(1, 0), LOST_A_PEER], RankEnd(1, 0)),
         ([LOST_A_PEER, RankEnd(1, 0), RankEnd(2, 0)], RankEnd(1, 0)),
         ([RankEnd(1, 0), ENDED_BY_US], RankEnd(1, 0)),
+        ([ENDED_BY_US, RankEnd(1, 0)], None),
         ([RankEnd(1, 0, told=True), LOST_A_PEER], None),
         ([WELL, EXITED, ENDED_BY_US], None),
         ([WELL, LOST_A_PEER, KILLED], None),

@@ -1,9 +1,13 @@
 """The process beside a rank: whom it obeys, what it does without ``hvdkit launch``, and the memory it counts."""
 
+import contextlib
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,10 +60,10 @@ def begin():
     """Starts a rank; what it shares with ``hvdkit launch`` is in its environment alone."""
     started = []
 
-    def start(address, *command, key, **variables):
-        environment = {"PATH": os.environ["PATH"], "PMI_RANK": "1", **variables}
+    def start(address, *command, key, variable="PMI_RANK", beside=BESIDE_RANK):
+        environment = {"PATH": os.environ["PATH"], variable: "1"}
         environment |= {} if key is None else {secret.VARIABLE: key}
-        words = [*BESIDE_RANK, address, "PMI_RANK", *command]
+        words = [*beside, address, variable, "0.5", *command]
         started.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
@@ -93,6 +97,105 @@ def test_a_rank_says_who_it_is_and_ends_with_the_connection(server, begin):
     assert rank.wait(TIMEOUT_S) == 0, "as what was told to end"
 
 
+def frames(found):
+    """What a rank says, to the end of the connection: kinds and payloads."""
+    said = []
+    while data := found.receive():
+        said += found.frames(data)
+    return said
+
+
+def ended(listening, key, rank, orders=b""):
+    """The rank's status, whether it was told to end before, and what its process exits with."""
+    found = shaken(listening, key)
+    found.connection.sendall(orders)
+    said = []
+    while not said or said[-1][0] != wire.EXIT:
+        said += found.frames(found.receive())
+        if said and said[-1][0] == wire.STDOUT:
+            rank.terminate()
+    found.connection.sendall(wire.LEAVE)
+    assert frames(found) == []
+    found.connection.close()
+    return (*wire.EXIT_PAYLOAD.unpack(said[-1][1])[:2], rank.wait(TIMEOUT_S))
+
+
+def test_a_worker_that_fails_and_may_leave_has_its_own_status_also_where_a_launcher_told_it_to_end(server, begin):
+    """An elastic job's: horovodrun takes status 0 for a worker that is done, and replaces no such one."""
+    listening, address = server
+    key = secret.new()
+    assert ended(listening, key, begin(address, "sh", "-c", "exit 3", key=key)) == (3, False, 3)
+    assert ended(listening, key, begin(address, "sh", "-c", "echo; sleep 600", key=key)) == (-15, True, 143)
+    killed = ended(listening, key, begin(address, "sleep", "600", key=key), wire.KILL)
+    assert killed[2] == 0, "as what was told to end by hvdkit launch"
+
+
+@pytest.mark.parametrize("variable", ["SLURM_PROCID", "PALS_RANKID"])
+def test_a_batch_system_that_ends_a_rank_leaves_it_the_grace_of_the_job(server, begin, variable):
+    listening, address = server
+    key = secret.new()
+    stays = begin(address, "sh", "-c", "trap '' TERM; echo; sleep 600", key=key, variable=variable)
+    assert ended(listening, key, stays)[:2] == (-signal.SIGKILL, True)
+
+
+def test_what_a_rank_has_written_arrives_though_an_order_comes_late_and_the_reader_is_behind(server, begin):
+    listening, address = server
+    key = secret.new()
+    writes = "import os, sys; sys.stdout.write('x' * 1_000_000)"
+    rank = begin(address, sys.executable, "-c", writes, key=key)
+    found = shaken(listening, key)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        rank.wait(2.0)  # it must not have gone
+    found.connection.sendall(wire.PASS_ON[signal.SIGUSR1])
+    said = frames(found)
+    found.connection.close()
+    assert sum(len(payload) for kind, payload in said if kind == wire.STDOUT) == 1_000_000
+    assert said[-1][0] == wire.EXIT and rank.wait(TIMEOUT_S) == 0
+
+
+WITHOUT_NETWORK = """
+import os, subprocess, sys
+from hvdkit.run.launch import peer, rank
+from hvdkit.steps import secret
+
+def link(state):
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+link("up")
+server, address = peer.listener([], here=True)
+server.setblocking(True)
+reader, writer = os.pipe()
+key = secret.new()
+impatient = "import socket, sys; sys.path.insert(0, sys.argv[1]); import rank; "
+impatient += "rank._RETRANSMITTED = 3; rank._LOOK_S = 0.5; "
+impatient += "rank.KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 2)); "
+impatient += "sys.exit(rank.main(sys.argv[2:]))"
+words = [sys.executable, "-I", "-S", "-c", impatient, os.path.dirname(rank.__file__), address, "PMI_RANK", "3.0"]
+environment = {"PATH": os.environ["PATH"], "PMI_RANK": "1", secret.VARIABLE: key}
+process = subprocess.Popen([*words, "sh", "-c", sys.argv[1]], env=environment, pass_fds=[writer])
+os.close(writer)
+found = peer.Peer(server.accept()[0])
+found.order(found.nonce)
+while not found.shake_hands(found.receive(), key):
+    pass
+found.receive()
+link("down")
+print(process.wait(30), os.read(reader, 1))
+"""
+
+
+@pytest.mark.parametrize("command", ["sleep 600 & wait", "sleep 600 & while sleep 0.2; do echo; done"])
+def test_a_rank_ends_when_the_network_fails_without_a_word(command):
+    """Where nothing is to be sent keep-alive tells, else that nothing is acknowledged."""
+    inside = ["unshare", "--user", "--map-root-user", "--net", sys.executable]
+    if shutil.which("ip") is None or subprocess.run([*inside, "-c", ""], capture_output=True).returncode:
+        pytest.skip("needs ip, and network namespaces")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [*inside, "-c", WITHOUT_NETWORK, command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout == "0 b''\n", done.stderr
+
+
 def test_a_rank_with_another_secret_is_refused_and_ends(server, begin):
     listening, address = server
     begin(address, "sleep", "600", key=secret.new())
@@ -122,6 +225,21 @@ def test_a_rank_that_cannot_reach_it_runs_all_the_same_and_says_so(begin, key, w
     out, error = rank.communicate(timeout=TIMEOUT_S)
     assert (rank.returncode, out) == (0, b"started\n")
     assert "does not see to this rank, which runs all the same: " in error.decode() and why in error.decode()
+
+
+def test_a_missing_program_is_one_sentence_also_where_nobody_sees_to_the_rank(begin):
+    rank = begin("no-such-host.invalid:1", "/no/such/program", key=secret.new())
+    error = rank.communicate(timeout=TIMEOUT_S)[1].decode().splitlines()
+    assert rank.returncode == 127 and len(error) == 2
+    assert error[1] == "hvdkit launch: /no/such/program cannot be started: No such file or directory"
+
+
+def test_every_address_that_is_offered_is_listened_on_and_a_name_that_is_none_is_no_error():
+    listening, address = peer.listener(["h..x", "no-such-host.invalid"], here=False)
+    names, _, port = address.rpartition(":")
+    with listening:
+        for name in names.split(","):
+            socket.create_connection((name, int(port)), TIMEOUT_S).close()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from hvdkit.run.launch import reach, supervise
 from hvdkit.run.launch.model import Host, LaunchPlan
 
+REPOSITORY = Path(__file__).parents[2]
 LOST = "PRTE has lost communication with a remote daemon.\n"
 
 
@@ -46,6 +50,29 @@ def test_a_signal_that_comes_while_the_launcher_starts_ends_it(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (done.status, done.interrupted) == (128 + signal.SIGTERM, True)
+
+
+def test_the_launcher_ends_where_this_process_is_killed_and_hands_the_grace_on(tmp_path, capfd):
+    """Ranks that do not reach this process have nobody else to end them."""
+    began, told = tmp_path / "began", tmp_path / "told"
+    launcher = ["sh", "-c", f"trap 'touch {told}; exit' TERM; touch {began}; while :; do sleep 0.1; done"]
+    starts = (
+        f"import os, time\nfrom hvdkit.run.launch import start\nstart.start({launcher}, os.environ)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", starts], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    wait_for(began)
+    parent.kill()
+    parent.wait()
+    wait_for(told)
+    run("import sys; print(sys.argv[-2:])")
+    assert capfd.readouterr().err == "['3.0', 'true']\n"
+
+
+def wait_for(file):
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} did not come"
+        time.sleep(0.05)
 
 
 def test_the_launcher_is_in_a_session_of_its_own_which_ctrl_c_does_not_reach(capfd):

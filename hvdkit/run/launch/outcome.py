@@ -24,6 +24,7 @@ class RankEnd:
         host: where it ran; "" on one host.
         out_of_memory: the kernel killed a process of its cgroup because memory ran out.
         limit: bytes that this cgroup may have, 0 for no limit.
+        how: what to say where the status does not say how it ended.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class RankEnd:
     host: str = ""
     out_of_memory: bool = False
     limit: int = 0
+    how: str = ""
 
     @property
     def memory(self) -> str:
@@ -51,8 +53,8 @@ class RankEnd:
     def __str__(self) -> str:
         where = f" on {self.host}" if self.host else ""
         who = f"rank {self.rank} (pid {self.pid}{where})" if self.pid else f"rank {self.rank}{where}"
-        if self.status >= 0:
-            return f"{who} exited with status {self.status}"
+        if self.how or self.status >= 0:
+            return f"{who} {self.how or f'exited with status {self.status}'}"
         return f"{who} was killed by {signal_name(-self.status)}"
 
 
@@ -95,7 +97,8 @@ def left_early(ends: Iterable[RankEnd]) -> RankEnd | None:
     failure = first_failure(known)
     if (failure is None and not any(end.told for end in known)) or (failure is not None and not failure.knock_on):
         return None
-    return next((end for end in known if end.status == 0 and not end.told), None)
+    first = next((end for end in known if end.status == 0 or end.told), None)
+    return None if first is None or first.told else first
 
 
 def killed_after_grace(ends: Iterable[RankEnd], grace_s: float) -> str:

@@ -8,6 +8,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ _SOMEWHERE = "192.0.2.1"
 
 
 def listener(named: Sequence[str], *, here: bool) -> tuple[socket.socket, str]:
-    """A socket for the ranks, and where they find it: ``ADDRESS,...:PORT``.
+    """A socket for the ranks, and where they find it: ``ADDRESS:PORT``.
 
     Args:
         named: hosts of the job, as far as they are known.
@@ -47,15 +48,14 @@ def listener(named: Sequence[str], *, here: bool) -> tuple[socket.socket, str]:
     except OSError:  # no loopback interface: what the launcher says then is the cause
         server = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
     server.setblocking(False)
-    addresses = [own] if here else [own, socket.gethostname()]
-    return server, f"{','.join(addresses)}:{server.getsockname()[1]}"
+    return server, f"{own}:{server.getsockname()[1]}"
 
 
 def _own_address(named: Sequence[str]) -> str:
     """This host's address as the first of these reaches it that is another host."""
     known_here = False
     for name in named[:_LOOKED_UP]:
-        with contextlib.suppress(OSError):  # unknown here: the launcher may know it
+        with contextlib.suppress(OSError, UnicodeError, subprocess.TimeoutExpired):  # the launcher may know it
             own = hosts.own_address(hosts.address(name))
             if not own.startswith("127."):
                 return own

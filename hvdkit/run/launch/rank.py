@@ -1,8 +1,8 @@
 """One rank of a job: starts the command, sends its output and its end to ``hvdkit launch``, ends it when told to.
 
-Every launcher starts it, on every host: ``python -I -S rank.py HOST,...:PORT RANK_VARIABLE COMMAND ...``. It is run by
-path in an isolated interpreter, so that it starts in milliseconds and nothing in the user's directory or environment
-can get in its way; it therefore imports the standard library only.
+Every launcher starts it, on every host: ``python -I -S rank.py HOST:PORT RANK_VARIABLE GRACE_S COMMAND ...``. It is
+run by path in an isolated interpreter, so that it starts in milliseconds and nothing in the user's directory or
+environment can get in its way; it therefore imports the standard library only.
 
 ``hvdkit launch`` listens at that address, and both show that they know HVDKIT_SECRET, which comes by the environment
 and never stands on a command line (see ``proof``). Where it cannot be reached from this host, or the launcher
@@ -39,22 +39,28 @@ process id, 0 when it did not start; whether the kernel killed a process of its 
 bytes that the cgroup may have, 0 where it has no limit."""
 UNHANDLED_PAYLOAD = struct.Struct("!I")
 """Payload of UNHANDLED: the number of a signal that no process of the rank handles, so that it was not sent."""
-STOP, TERMINATE, KILL, DUMP = b"S", b"T", b"K", b"D"
+STOP, TERMINATE, KILL, DUMP, LEAVE = b"S", b"T", b"K", b"D", b"L"
 """STOP: SIGTERM, and SIGKILL after ``STOP_GRACE_S``. TERMINATE: SIGTERM alone; STOP follows when all ranks have ended,
-or KILL when the job's grace is over."""
+or KILL when the job's grace is over. LEAVE, after EXIT: to leave with the command's own status."""
 PASS_ON = {signal.SIGUSR1: b"1", signal.SIGUSR2: b"2"}
 """Signals that a program handles as it likes, such as a batch system's warning that the time limit is near."""
 
 STOP_GRACE_S = 3.0
 """Seconds from SIGTERM to SIGKILL when ``hvdkit launch`` ends the command after a failure, or is gone."""
-LAUNCHER_GRACE_S = {"SLURM_PROCID": 30.0, "HOROVOD_RANK": 4.0}
-"""The same when the launcher does, by the variable in which it says the rank: Slurm's KillWait, and 5 s of horovodrun.
-mpirun kills this process a second after its SIGTERM, and the command must be gone before."""
-_MPIRUN_GRACE_S = 0.6
+LAUNCHER_GRACE_S = {"OMPI_COMM_WORLD_RANK": 0.6, "PMI_RANK": 0.6, "HOROVOD_RANK": 4.0}
+"""The same when the launcher does, by the variable in which it says the rank: mpirun kills this process a second after
+its SIGTERM, horovodrun after five, and the command must be gone before. Batch systems leave it the job's grace."""
 SECRET = "HVDKIT_SECRET"  # noqa: S105
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4))
 """A connection is given up a minute after the network has failed: seconds until the other side is asked, between two
 questions, and how many."""
+_RETRANSMITTED = 8
+"""The same for what was sent since: so often the kernel repeats it within a minute. TCP_USER_TIMEOUT would also end a
+connection whose other side lives and reads nothing, as where a user looks at the output page by page."""
+_RETRANSMITS_AT = 2
+"""In Linux's ``struct tcp_info``: repetitions of the oldest bytes that were not acknowledged."""
+_LOOK_S = 5.0
+"""Seconds between two looks at that."""
 _CONNECT_S, _SHAKE_S = 10.0, 60.0
 NONCE_BYTES = PROOF_BYTES = 32
 
@@ -72,7 +78,7 @@ STACKS_DIRECTORY = Path(__file__).parent / "stacks"
 
 def main(arguments: list[str]) -> int:
     """Run one rank; the status to exit with is the command's own, or 128 + N when signal N killed it."""
-    address, rank_variable, *command = arguments
+    address, rank_variable, grace_s, *command = arguments
     try:
         rank = _rank(rank_variable)
         connection = _connect(address)
@@ -81,11 +87,23 @@ def main(arguments: list[str]) -> int:
         return 1
     except OSError as error:  # a firewall, or a launcher that hands no environment on
         sys.stderr.write(f"hvdkit launch: {address} does not see to this rank, which runs all the same: {error}\n")
-        os.execvp(command[0], command)  # noqa: S606
+        try:
+            os.execvp(command[0], command)  # noqa: S606
+        except OSError as missing:
+            said, status = _not_started(command, missing)
+            sys.stderr.write(said)
+            return status
     if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE", ""):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with connection:
-        return _Rank(connection, LAUNCHER_GRACE_S.get(rank_variable, _MPIRUN_GRACE_S)).run(rank, command)
+        grace = LAUNCHER_GRACE_S.get(rank_variable, float(grace_s))
+        return _Rank(connection, grace, under_slurm=rank_variable == "SLURM_PROCID").run(rank, command)
+
+
+def _not_started(command: list[str], error: OSError) -> tuple[str, int]:
+    """A sentence on a command that cannot be started, and the status that a shell gives then."""
+    status = 126 if isinstance(error, PermissionError) else 127
+    return f"hvdkit launch: {command[0]} cannot be started: {error.strerror}\n", status
 
 
 def _rank(variable: str) -> int:
@@ -122,25 +140,19 @@ def _connect(address: str) -> socket.socket:
         ValueError: it has gone, or another program answers.
         OSError: it cannot be reached from here, or this process does not know the secret.
     """
-    names, _, port = address.rpartition(":")
+    name, _, port = address.rpartition(":")
     if not os.environ.get(SECRET):
         raise OSError(f"the launcher did not hand {SECRET} on")
-    problem = OSError("no address")
-    for name in names.split(","):
-        try:
-            connection = socket.create_connection((name, int(port)), _CONNECT_S)
-        except ConnectionRefusedError as error:
-            raise ValueError(f"the job's hvdkit launch at {address} has ended, and this rank with it.") from error
-        except OSError as error:
-            problem = error
-            continue
-        try:
-            keep_alive(connection)
-            _shake_hands(connection, os.environ[SECRET])
-        except OSError as error:
-            raise ValueError(f"the job's hvdkit launch at {address} has ended ({error}), and this rank.") from error
-        return connection
-    raise problem
+    try:
+        connection = socket.create_connection((name, int(port)), _CONNECT_S)
+    except ConnectionRefusedError as error:
+        raise ValueError(f"the job's hvdkit launch at {address} has ended, and this rank with it.") from error
+    try:
+        keep_alive(connection)
+        _shake_hands(connection, os.environ[SECRET])
+    except OSError as error:
+        raise ValueError(f"the job's hvdkit launch at {address} has ended ({error}), and this rank.") from error
+    return connection
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -176,7 +188,7 @@ def _shake_hands(connection: socket.socket, secret: str) -> None:
     connection.sendall(ours + proof(secret, b"rank", theirs + ours))
     if not hmac.compare_digest(_exactly(connection, PROOF_BYTES), proof(secret, b"launch", theirs + ours)):
         raise ValueError("what answers in place of the job's hvdkit launch does not know its secret.")
-    connection.settimeout(None)
+    connection.settimeout(_LOOK_S)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -190,12 +202,11 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class _Rank:
-    def __init__(self, connection: socket.socket, launcher_grace_s: float) -> None:
+    def __init__(self, connection: socket.socket, launcher_grace_s: float, *, under_slurm: bool) -> None:
         self._connection = connection
         self._launcher_grace_s = launcher_grace_s
         # Without control groups Slurm sends its SIGTERM to every process of a rank.
         groups = Path("/proc/self/cgroup")
-        under_slurm = launcher_grace_s == LAUNCHER_GRACE_S["SLURM_PROCID"]
         self._all_are_signalled = under_slurm and groups.exists() and "/step_" not in groups.read_text()
         self._memory = MemoryKills()
         self._connected = True
@@ -203,6 +214,7 @@ class _Rank:
         self._process: subprocess.Popen[bytes] | None = None
         self._outputs: dict[int, bytes] = {}
         self._told_to_end = False
+        self._by_order = False
         self._may_leave = False
         self._asked_to_end: set[int] = set()
         self._kill_at: float | None = None
@@ -216,8 +228,9 @@ class _Rank:
         try:
             process = self._start(command)
         except OSError as error:
-            self._send(STDERR, f"hvdkit launch: {command[0]} cannot be started: {error.strerror}\n".encode())
-            return self._leave(126 if isinstance(error, PermissionError) else 127)
+            said, status = _not_started(command, error)
+            self._send(STDERR, said.encode())
+            return self._leave(status)
         while process.poll() is None:
             self._wait()
         return self._leave(process.returncode)
@@ -263,7 +276,11 @@ class _Rank:
         self._send(EXIT, EXIT_PAYLOAD.pack(status, self._told_to_end, pid, *self._memory.found()))
         while (status != 0 or self._told_to_end) and not self._may_leave:
             self._wait()
-        if self._told_to_end:  # after another status launchers kill the others, which may still save
+        with contextlib.suppress(OSError):  # closed with an order unread, it would take what was sent along
+            self._connection.shutdown(socket.SHUT_WR)
+        while self._connected and self._receive():
+            pass
+        if self._by_order:  # after another status launchers kill the others, which may still save
             return 0
         return status if status >= 0 else 128 - status
 
@@ -284,9 +301,11 @@ class _Rank:
             self._wait()
 
     def _wait(self) -> None:
-        timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        timeout = _LOOK_S if self._kill_at is None else max(0.0, min(_LOOK_S, self._kill_at - time.monotonic()))
         for key, _ in self._selector.select(timeout):
             key.data()
+        if self._connected and self._unanswered():
+            self._lose_connection()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill_at = None
             kill_descendants()
@@ -305,17 +324,16 @@ class _Rank:
         return False
 
     def _on_order(self) -> None:
-        try:
-            orders = self._connection.recv(64)
-        except ConnectionError:
-            orders = b""
+        orders = self._receive()
+        self._may_leave |= LEAVE in orders
         if not orders:
             self._selector.unregister(self._connection)
+            self._lose_connection()
         if DUMP in orders:
             self._ask_for_stacks()
         if KILL in orders:
             self._end(0.0)
-        elif STOP in orders or not orders:
+        elif STOP in orders:
             self._end(STOP_GRACE_S)
         elif TERMINATE in orders:
             self._end(_UNTIL_KILLED_S, may_leave=False)
@@ -336,15 +354,16 @@ class _Rank:
             if number in _ENDING:
                 if self._all_are_signalled and not self._asked_to_end:
                     self._asked_to_end.update(descendants())
-                self._end(self._launcher_grace_s)
+                self._end(self._launcher_grace_s, by_order=False, may_leave=False)
             elif number in PASS_ON:
                 if not self._all_are_signalled:
                     self._pass_on(number)
             else:
                 self._reap_orphans()
 
-    def _end(self, grace_s: float, *, may_leave: bool = True) -> None:
+    def _end(self, grace_s: float, *, by_order: bool = True, may_leave: bool = True) -> None:
         self._told_to_end = True
+        self._by_order |= by_order
         self._may_leave |= may_leave
         self._ask_to_end()
         kill_at = time.monotonic() + grace_s
@@ -373,12 +392,31 @@ class _Rank:
                 os.waitpid(found.si_pid, 0)
 
     def _send(self, kind: bytes, payload: bytes) -> None:
-        if self._connected:
+        unsent = memoryview(HEADER.pack(kind, len(payload)) + payload)
+        while unsent and self._connected:
             try:
-                self._connection.sendall(HEADER.pack(kind, len(payload)) + payload)
-            except ConnectionError:
-                self._connected = False
-                self._end(STOP_GRACE_S)
+                unsent = unsent[self._connection.send(unsent) :]
+            except OSError as error:
+                if not isinstance(error, TimeoutError) or self._unanswered():
+                    self._lose_connection()
+
+    def _receive(self) -> bytes:
+        """Orders, as soon as there are some; none at the end of the connection."""
+        while True:
+            try:
+                return self._connection.recv(64)
+            except OSError as error:
+                if not isinstance(error, TimeoutError) or self._unanswered():
+                    return b""
+
+    def _unanswered(self) -> bool:
+        """Whether the network has failed; keep-alive asks only where all that was sent has been acknowledged."""
+        info = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITS_AT + 1)
+        return info[_RETRANSMITS_AT] >= _RETRANSMITTED
+
+    def _lose_connection(self) -> None:
+        self._connected = False
+        self._end(STOP_GRACE_S)
 
     def _watch_signals(self) -> None:
         self._wakeup, wakeup_end = socket.socketpair()

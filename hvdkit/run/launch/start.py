@@ -25,26 +25,27 @@ from hvdkit.run.launch.rank import dying_with_parent
 from hvdkit.steps import bootstrap, hosts, rendezvous
 
 
-def start(argv: Sequence[str], environment: Mapping[str, str], *, elastic: bool = False) -> subprocess.Popen[bytes]:
-    """Start a launcher. The terminal's Ctrl-C does not reach it: this process then ends the job in order.
+def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a launcher, which ends with this process: ranks that do not reach it have no other end.
+
+    The terminal's Ctrl-C does not reach the launcher: this process then ends the job in order.
 
     Args:
         argv: the launcher, its options and the command.
         environment: all its variables.
-        elastic: it starts other ranks for those that end, and must end when this process is killed; any other one
-            ends with its ranks, which do so by themselves.
     Raises:
         LaunchError: it cannot be started.
     """
+    words = guarded(list(argv))
     try:
         return subprocess.Popen(
-            guarded(list(argv)),
+            words,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=dying_with_parent(signal.SIGKILL) if elastic else None,
+            preexec_fn=dying_with_parent(signal.SIGTERM if words == list(argv) else signal.SIGKILL),  # horovodrun
         )
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error

@@ -83,8 +83,8 @@ def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobE
     _allow_connections(plan.n)
     server, address = listener([host.name for host in plan.hosts], here=not plan.direct)
     with watched_signals() as signals, contextlib.closing(server), _sessions(plan) as variables:
-        environment = {secret.VARIABLE: secret.new(), **plan.environment, **variables}
-        plan = replace(plan, environment=environment)
+        shared = secret.checked(plan.environment.get(secret.VARIABLE) or secret.new())
+        plan = replace(plan, environment={**plan.environment, **variables, secret.VARIABLE: shared})
         return _Job(plan, signals, server, address, tagged=tagged, verbose=verbose).run()
 
 
@@ -138,12 +138,13 @@ class _Job:
             tagged=tagged,
             verbose=verbose,
             give_up=lambda: signals.interrupted,
-            on_unread=self._stop,
+            on_unread=lambda: None if signals.interrupted else self._stop(),
         )
         self._selector = selectors.DefaultSelector()
         self._timers = sched.scheduler(time.monotonic)
         self._phase = JobPhase.RUNNING
-        self._peers: list[Peer] = []  # that are connected, and no strangers
+        self._strangers: list[Peer] = []  # that are connected and have not shown that they are ranks
+        self._peers: list[Peer] = []  # that have
         self._ranks: list[Peer] = []  # all that said hello, gone or not
         self._ends: list[RankEnd] = []
         self._lost: list[RankEnd] = []
@@ -162,7 +163,7 @@ class _Job:
         self._report_fd = cast(IO[bytes], self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)
+        self._listen()
         self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._on_signals)
         if self._plan.hosts and self._plan.launcher_name != "srun":
             self._after(PATIENCE_S, self._look_for_silent)
@@ -179,31 +180,46 @@ class _Job:
         return JobEnd(status, interrupted=self._signal is not None or self._shown.unread)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        wrapper = (*self._plan.beside_rank, self._address, self._plan.rank_variable)
-        argv = (*self._plan.launcher, *wrapper, *self._plan.command)
-        return start(argv, self._plan.environment, elastic=self._plan.elastic)
+        wrapper = (*self._plan.beside_rank, self._address, self._plan.rank_variable, str(self._plan.grace_s))
+        return start((*self._plan.launcher, *wrapper, *self._plan.command), self._plan.environment)
 
     @property
     def _all_started(self) -> bool:
+        if self._plan.elastic:  # as many as there are hosts for
+            return bool(self._peers)
         return len({peer.rank for peer in self._ranks}) == self._plan.n
 
     # What happens: ranks come, write and go
 
+    def _listen(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)
+
     def _on_connections(self) -> None:
-        with contextlib.suppress(OSError):  # none is left, or it has hung up, or there are too many
+        try:
             while True:
                 self._accept(self._listener.accept()[0])
+        except BlockingIOError:  # none is left
+            pass
+        except OSError:  # there are too many
+            self._selector.unregister(self._listener)
+            self._after(LOOK_S, self._listen)
+            for peer in self._strangers[:1]:
+                self._drop_stranger(peer)
 
     def _accept(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         wire.keep_alive(connection)
         peer = Peer(connection)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
+        self._strangers.append(peer)
         self._after(STRANGER_S, self._drop_stranger, peer)
         peer.order(peer.nonce)
+        if len(self._strangers) > self._plan.n + _FILES // 2:
+            self._drop_stranger(self._strangers[0])
 
     def _drop_stranger(self, peer: Peer) -> None:
-        if not peer.known:
+        if peer in self._strangers:
+            self._strangers.remove(peer)
             self._hang_up(peer)
 
     def _hang_up(self, peer: Peer) -> None:
@@ -216,9 +232,10 @@ class _Job:
         if not peer.known:
             known = peer.shake_hands(data, self._plan.environment[secret.VARIABLE]) if data else False
             if known is False:
-                self._hang_up(peer)
+                self._drop_stranger(peer)
             if not known:
                 return
+            self._strangers.remove(peer)
             self._peers.append(peer)
             if self._phase is JobPhase.STOPPING:
                 peer.order(self._end_order)
@@ -245,7 +262,8 @@ class _Job:
         elif kind == wire.REPORT:
             self._on_rank_report(peer, payload)
         elif kind == wire.UNHANDLED and peer.rank is not None:
-            self._unhandled[wire.UNHANDLED_PAYLOAD.unpack(payload)[0]].add(peer.rank)
+            # Nobody waits for it where the signal came to the rank itself, or was passed on long ago.
+            self._unhandled.get(wire.UNHANDLED_PAYLOAD.unpack(payload)[0], set()).add(peer.rank)
         elif kind == wire.EXIT:
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
 
@@ -289,16 +307,21 @@ class _Job:
             self._shown.show(peer.rank, STDERR, peer.errors.release())
         self._shown.end_of(peer.rank)
         if self._plan.elastic and self._phase is JobPhase.RUNNING:  # what follows from it is for horovodrun to say
-            peer.order(wire.STOP)
+            peer.order(wire.LEAVE)
             return
+        if told and self._phase is not JobPhase.STOPPING:  # by a batch system that ends them all, or by anybody
+            how = "was told to end, and not by hvdkit launch"
+            self._lost.append(replace(peer.end, status=status or -signal.SIGTERM, told=False, how=how))
+            self._stop(wire.TERMINATE, self._plan.grace_s)
         if first_failure(self._ends) is not None:
             self._stop_soon()
         self._release_ended()
 
     def _on_peer_gone(self, peer: Peer) -> None:
         if peer.end is None and peer.rank is not None and not self._plan.elastic:
-            # The wrapper itself was killed: by Hydra, which so ends a job that called MPI_Abort, or by the user.
-            self._lost.append(RankEnd(peer.rank, -signal.SIGKILL, host=peer.host))
+            # By Hydra, which so ends a job that called MPI_Abort, or by the user.
+            how = "was lost: the process beside it was killed, or the network failed"
+            self._lost.append(RankEnd(peer.rank, -signal.SIGKILL, host=peer.host, how=how))
             self._stop_soon()
         self._hang_up(peer)
         self._peers.remove(peer)
@@ -461,12 +484,14 @@ class _Job:
         self._after(2 * leave_s, self._signal_launcher, signal.SIGKILL)
 
     def _kill(self) -> None:
+        self._end_order = wire.KILL
         self._order(wire.KILL)
         self._after(1.0, self._kill_outright)
 
     def _kill_outright(self) -> None:
         for peer in list(self._peers):
-            if self._plan.direct:  # its host no longer answers; without the connection the rank ends by itself
+            # Its host no longer answers, or it has not said who it is; without the connection it ends by itself.
+            if self._plan.direct or not peer.pid:
                 self._on_peer_gone(peer)
                 continue
             with contextlib.suppress(ProcessLookupError):
@@ -502,7 +527,7 @@ class _Job:
         status = self._launcher.returncode
         as_shell = status if status >= 0 else 128 - status
         ends = [] if self._plan.elastic else self._ends
-        failure = first_failure(ends) or (first_failure(self._lost) if status == 0 else None)
+        failure = first_failure([*ends, *(self._lost if status == 0 else [])])
         early = left_early(ends)
         self._shown.tracebacks(self._ranks, early or failure)
         if self._stall is not None:

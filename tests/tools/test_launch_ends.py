@@ -142,14 +142,16 @@ def test_a_connection_that_ends_without_a_word_is_not_called_killed(watched, cap
 
 
 def test_of_many_who_show_nothing_the_oldest_goes(watched):
-    it = watched()
+    it, first = watched(), None
     with contextlib.ExitStack() as stack:
         address = it.job._listener.getsockname()
         for _ in range(PLAN.n + supervise._FILES // 2 + 1):
             stack.enter_context(socket.create_connection(address))
             it.job._on_connections()
+            first = it.job._strangers[0] if first is None else first
         left = list(it.job._strangers)
-        assert len(left) == PLAN.n + supervise._FILES // 2
+        assert len(left) == PLAN.n + supervise._FILES // 2 and first not in left
+        it.job._on_peer(first)  # what it sent was seen at the same time
         for peer in left:
             it.job._drop_stranger(peer)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.run.launch import peer
+from hvdkit.run.launch import on_host, peer
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.model import BESIDE_RANK
 from hvdkit.run.launch.outcome import RankEnd
@@ -232,6 +232,9 @@ def test_a_missing_program_is_one_sentence_also_where_nobody_sees_to_the_rank(be
     error = rank.communicate(timeout=TIMEOUT_S)[1].decode().splitlines()
     assert rank.returncode == 127 and len(error) == 2
     assert error[1] == "hvdkit launch: /no/such/program cannot be started: No such file or directory"
+    words = [sys.executable, "-I", "-S", on_host.__file__, "place", "", "/no/such/program"]
+    on_another_host = subprocess.run(words, env={}, capture_output=True, text=True)
+    assert (on_another_host.returncode, on_another_host.stderr.splitlines()) == (127, error[1:])
 
 
 def test_every_address_that_is_offered_is_listened_on_and_a_name_that_is_none_is_no_error():

@@ -133,12 +133,7 @@ def _srun(request: Request, program: Path) -> LauncherLine:
         Setting("one Ctrl-C ends the job; otherwise srun asks for two", ("--quit-on-interrupt",)),
     ]
     exported = Setting("ranks on every host get the variables of this process", ("--export=ALL",))
-    return LauncherLine(
-        program,
-        tuple(settings),
-        "SLURM_PROCID",
-        pass_on=lambda _added, _environ: exported,
-    )
+    return LauncherLine(program, tuple(settings), "SLURM_PROCID", pass_on=lambda _added, _environ: exported)
 
 
 def inside_a_step(environ: Mapping[str, str]) -> list[Setting]:

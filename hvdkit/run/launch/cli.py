@@ -15,17 +15,7 @@ from msgspec import structs
 from hvdkit.common.commands import with_options
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import job as ranks
-from hvdkit.run.launch import (
-    batch,
-    facts,
-    horovodrun,
-    options,
-    placement,
-    plan,
-    recordings,
-    supervise,
-    tuned,
-)
+from hvdkit.run.launch import batch, facts, horovodrun, options, placement, plan, recordings, supervise, tuned
 from hvdkit.run.launch.model import Host, LaunchPlan
 from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.stage import job as staging

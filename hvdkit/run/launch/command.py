@@ -70,12 +70,7 @@ def resolve(words: Sequence[str], search_path: str, python: Path) -> Command:
 
 
 def through_mpi4py(command: Command) -> Command:
-    """The same script run by ``python -m mpi4py``, which ends the job when a rank ends by an exception.
-
-    Anything but a Python script is left as it is.
-    """
-    if command.script is None:
-        return command
+    """The same script run by ``python -m mpi4py``, which ends the job when a rank ends by an exception."""
     before, after = command.words[: command.script], command.words[command.script :]
     return Command((*before, "-m", "mpi4py", *after), len(before) + 2)
 

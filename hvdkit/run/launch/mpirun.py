@@ -107,13 +107,7 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
         allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         settings.append(Setting("you are root, whom Open MPI refuses without both variables", variables=allow))
     pass_on = partial(_pass_on, request.variables) if request.hosts else None
-    return LauncherLine(
-        mpi.mpirun,
-        tuple(settings),
-        "OMPI_COMM_WORLD_RANK",
-        pass_on=pass_on,
-        taken=_TAKEN,
-    )
+    return LauncherLine(mpi.mpirun, tuple(settings), "OMPI_COMM_WORLD_RANK", pass_on=pass_on, taken=_TAKEN)
 
 
 def _pass_on(given: Mapping[str, str], added: Mapping[str, str], environ: Mapping[str, str]) -> Setting:

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))  # without site, nothing else of the environment is on it
 
 from hvdkit.errors import LauncherError
+from hvdkit.run.launch import rank
 from hvdkit.steps import bootstrap, hosts, launchers
 
 _OF_THE_USER = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> None:
         os.environ.update(place([name for name in named.split(",") if name]))
     except (LauncherError, OSError) as error:  # which only programs need that start torch.distributed by themselves
         sys.stderr.write(f"hvdkit launch: this rank gets no RANK and MASTER_ADDR: {error}\n")
-    os.execvp(command[0], command)  # noqa: S606
+    sys.exit(rank.become(command))
 
 
 def receive() -> None:

@@ -136,10 +136,7 @@ _typed(
     said={"mpiexec": ("--hosts", "{}"), "aprun": ("-L", "{}"), "srun": ("--nodelist={}",)},
 )
 _typed(
-    "hostfile",
-    type=PATH,
-    metavar="FILE",
-    help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line.",
+    "hostfile", type=PATH, metavar="FILE", help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line."
 )
 _typed(
     "threads",
@@ -305,9 +302,7 @@ _typed(
     help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
 )
 _typed(
-    "preflight",
-    is_flag=True,
-    help="Check every rank first (hvdkit doctor --job); start COMMAND only if all can train.",
+    "preflight", is_flag=True, help="Check every rank first (hvdkit doctor --job); start COMMAND only if all can train."
 )
 _typed(
     "restarts",

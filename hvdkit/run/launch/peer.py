@@ -22,8 +22,6 @@ from hvdkit.run.launch.tracebacks import ErrorStream
 from hvdkit.steps import hosts
 from hvdkit.steps.stalls import IN_INIT, KILLED_WORKER, PAST_INIT
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What a user or a batch system ends a job with."""
 RECEIVE_BYTES = 1 << 18
 """The most that is read at once."""
 _REPORTED = re.compile(
@@ -52,17 +50,12 @@ def listener(named: Sequence[str], *, here: bool) -> tuple[socket.socket, str]:
 
 
 def _own_address(named: Sequence[str]) -> str:
-    """This host's address as the first of these reaches it that is another host."""
-    known_here = False
-    for name in named[:_LOOKED_UP]:
+    """This host's address as the first of these reaches it that is another host, or as hosts that it does not know."""
+    for name in (*named[:_LOOKED_UP], _SOMEWHERE):
         with contextlib.suppress(OSError, UnicodeError, subprocess.TimeoutExpired):  # the launcher may know it
             own = hosts.own_address(hosts.address(name))
             if not own.startswith("127."):
                 return own
-            known_here = True
-    if not known_here:
-        with contextlib.suppress(OSError):  # no way to anywhere
-            return hosts.own_address(_SOMEWHERE)
     return "127.0.0.1"
 
 
@@ -164,7 +157,7 @@ class Signals:
     def note(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler; what follows from the signal is done by the loop."""
         self.received.append(number)
-        self.interrupted = self.interrupted or number in ENDING
+        self.interrupted = self.interrupted or number in wire.ENDING
 
 
 @contextlib.contextmanager
@@ -176,7 +169,7 @@ def watched_signals() -> Iterator[Signals]:
         signals = Signals(receiver)
         previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         try:
-            with handled((signal.SIGCHLD, *ENDING, *wire.PASS_ON), signals.note):
+            with handled((signal.SIGCHLD, *wire.ENDING, *wire.PASS_ON), signals.note):
                 yield signals
         finally:
             signal.set_wakeup_fd(previous_fd)

@@ -14,14 +14,7 @@ from pathlib import Path
 
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.run.launch import (
-    batch,
-    horovodrun,
-    mpirun,
-    on_host,
-    recordings,
-    stall,
-)
+from hvdkit.run.launch import batch, horovodrun, mpirun, on_host, recordings, stall
 from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
 from hvdkit.run.launch.model import (
     BATCH_GRACE_S,
@@ -383,8 +376,9 @@ def _notes(
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
     if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:
         notes.append("Horovod was built without MPI: under mpirun each process trains alone.")
-    if request.stage is not None:
-        notes += staging.notes(request.stage)
+    if request.stage is not None and request.stage.left:
+        left = ", ".join(request.stage.left)
+        notes.append(f"not staged, since the files lie outside of {request.stage.prefix}: {left}.")
     return tuple(notes)
 
 

@@ -57,8 +57,6 @@ questions, and how many."""
 _RETRANSMITTED = 8
 """The same for what was sent since: so often the kernel repeats it within a minute. TCP_USER_TIMEOUT would also end a
 connection whose other side lives and reads nothing, as where a user looks at the output page by page."""
-_RETRANSMITS_AT = 2
-"""In Linux's ``struct tcp_info``: repetitions of the oldest bytes that were not acknowledged."""
 _LOOK_S = 5.0
 """Seconds between two looks at that."""
 _CONNECT_S, _SHAKE_S = 10.0, 60.0
@@ -67,7 +65,8 @@ NONCE_BYTES = PROOF_BYTES = 32
 _KILL_S = 1.0
 """Seconds that killed processes have to be gone; one that a file system holds is not waited for longer."""
 _CHUNK_BYTES = 65536
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What a user or a batch system ends a job with."""
 _UNTIL_KILLED_S = 86400.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STACKS_SIGNAL = signal.SIGRTMAX - 2
@@ -87,17 +86,22 @@ def main(arguments: list[str]) -> int:
         return 1
     except OSError as error:  # a firewall, or a launcher that hands no environment on
         sys.stderr.write(f"hvdkit launch: {address} does not see to this rank, which runs all the same: {error}\n")
-        try:
-            os.execvp(command[0], command)  # noqa: S606
-        except OSError as missing:
-            said, status = _not_started(command, missing)
-            sys.stderr.write(said)
-            return status
+        return become(command)
     if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE", ""):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with connection:
         grace = LAUNCHER_GRACE_S.get(rank_variable, float(grace_s))
         return _Rank(connection, grace, under_slurm=rank_variable == "SLURM_PROCID").run(rank, command)
+
+
+def become(command: list[str]) -> int:
+    """Run a command in place of this process; the status to exit with where it cannot be started."""
+    try:
+        os.execvp(command[0], command)  # noqa: S606
+    except OSError as error:
+        said, status = _not_started(command, error)
+        sys.stderr.write(said)
+        return status
 
 
 def _not_started(command: list[str], error: OSError) -> tuple[str, int]:
@@ -351,7 +355,7 @@ class _Rank:
 
     def _on_signals(self) -> None:
         for number in self._wakeup.recv(64):
-            if number in _ENDING:
+            if number in ENDING:
                 if self._all_are_signalled and not self._asked_to_end:
                     self._asked_to_end.update(descendants())
                 self._end(self._launcher_grace_s, by_order=False, may_leave=False)
@@ -411,8 +415,8 @@ class _Rank:
 
     def _unanswered(self) -> bool:
         """Whether the network has failed; keep-alive asks only where all that was sent has been acknowledged."""
-        info = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITS_AT + 1)
-        return info[_RETRANSMITS_AT] >= _RETRANSMITTED
+        _state, _ca_state, retransmits = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)
+        return retransmits >= _RETRANSMITTED
 
     def _lose_connection(self) -> None:
         self._connected = False
@@ -423,7 +427,7 @@ class _Rank:
         wakeup_end.setblocking(False)
         signal.set_wakeup_fd(wakeup_end.detach(), warn_on_full_buffer=False)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
-        for number in (signal.SIGCHLD, *_ENDING, *PASS_ON):
+        for number in (signal.SIGCHLD, *ENDING, *PASS_ON):
             signal.signal(number, lambda *_: None)
 
 

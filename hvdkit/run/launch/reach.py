@@ -34,13 +34,11 @@ class Reach:
         self._asking = ThreadPoolExecutor(1)
         self._answered = self._asking.submit(lambda: _answering({host: host for host in hosts}))
         self._suspected: Future[dict[str, str]] | None = None
-        self._mutex = threading.Lock()
 
     def suspect(self) -> None:
         """Ask all hosts, once and in the background, since a rank has lost another: ``lost`` then waits less."""
-        with self._mutex:
-            if self._suspected is None:
-                self._suspected = self._asking.submit(lambda: _answering(self._answered.result()))
+        if self._suspected is None:
+            self._suspected = self._asking.submit(lambda: _answering(self._answered.result()))
 
     @property
     def suspected(self) -> bool:

@@ -41,13 +41,7 @@ class JobOutput:
     """
 
     def __init__(
-        self,
-        launcher: str,
-        *,
-        tagged: bool,
-        verbose: bool,
-        give_up: Callable[[], bool],
-        on_unread: Callable[[], None],
+        self, launcher: str, *, tagged: bool, verbose: bool, give_up: Callable[[], bool], on_unread: Callable[[], None]
     ) -> None:
         self.unread = False
         self.held = bytearray()

@@ -14,7 +14,6 @@ import sched
 import selectors
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,8 +49,6 @@ STOP_S = wire.STOP_GRACE_S + 1.0
 """Seconds from telling the ranks to end to killing them."""
 LEAVE_S, FAR_LEAVE_S = 1.5, 5.0
 """Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM; on several hosts."""
-STRANGER_S = 60.0
-"""Seconds that who connects has to show that it is a rank of this job."""
 PATIENCE_S = 15.0
 """Seconds without a rank after which hosts that do not answer are named; ssh itself gives up after two minutes."""
 LOOK_S = 1.0
@@ -102,17 +99,14 @@ def _sessions(plan: LaunchPlan) -> Iterator[dict[str, str]]:
 
     What an mpirun that was killed has left keeps another one, to which its id falls, from starting.
     """
-    above = plan.environment.get(SESSIONS)
-    if plan.direct:  # the same on hosts that lack it
-        yield {}
-        return
-    try:
-        own = tempfile.TemporaryDirectory(prefix="hvdkit-job-", dir=above, ignore_cleanup_errors=True)
-    except OSError:  # then as without hvdkit
-        yield {}
-        return
-    with own as directory:
-        yield {SESSIONS: directory}
+    variables: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        if not plan.direct:  # other hosts lack it
+            above = plan.environment.get(SESSIONS)
+            with contextlib.suppress(OSError):  # then as without hvdkit
+                own = tempfile.TemporaryDirectory(prefix="hvdkit-job-", dir=above, ignore_cleanup_errors=True)
+                variables[SESSIONS] = stack.enter_context(own)
+        yield variables
 
 
 class JobPhase(Enum):
@@ -159,7 +153,8 @@ class _Job:
         """Start it, and see to it until the launcher and all ranks are gone."""
         before = wire.descendants()
         wire.adopt_orphans(True)
-        self._launcher = self._start()
+        wrapper = (*self._plan.beside_rank, self._address, self._plan.rank_variable, str(self._plan.grace_s))
+        self._launcher = start((*self._plan.launcher, *wrapper, *self._plan.command), self._plan.environment)
         self._report_fd = cast(IO[bytes], self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
@@ -178,10 +173,6 @@ class _Job:
             self._shown.say(f"could not be ended: {_with_states(left)} on host {socket.gethostname()}.")
         status = self._conclude(every_process="it could not end all processes" if left else "every process was ended")
         return JobEnd(status, interrupted=self._signal is not None or self._shown.unread)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        wrapper = (*self._plan.beside_rank, self._address, self._plan.rank_variable, str(self._plan.grace_s))
-        return start((*self._plan.launcher, *wrapper, *self._plan.command), self._plan.environment)
 
     @property
     def _all_started(self) -> bool:
@@ -212,7 +203,6 @@ class _Job:
         peer = Peer(connection)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
         self._strangers.append(peer)
-        self._after(STRANGER_S, self._drop_stranger, peer)
         peer.order(peer.nonce)
         if len(self._strangers) > self._plan.n + _FILES // 2:
             self._drop_stranger(self._strangers[0])
@@ -223,9 +213,8 @@ class _Job:
             self._hang_up(peer)
 
     def _hang_up(self, peer: Peer) -> None:
-        if peer.connection.fileno() >= 0:
-            self._selector.unregister(peer.connection)
-            peer.connection.close()
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
 
     def _on_peer(self, peer: Peer) -> None:
         data = peer.receive()
@@ -376,8 +365,7 @@ class _Job:
         """Send a signal to the ranks; those that are not there yet, or do not handle it, are named."""
         if number not in self._unhandled:
             self._after(_REPORT_S, self._report_unhandled, number)
-        here = {peer.rank for peer in self._ranks}
-        self._unhandled[number] = {rank for rank in range(self._plan.n) if rank not in here}
+        self._unhandled[number] = set(range(self._plan.n)).difference(peer.rank for peer in self._ranks)
         self._order(wire.PASS_ON[signal.Signals(number)])
 
     def _report_unhandled(self, number: int) -> None:

@@ -193,15 +193,12 @@ def _ends_by_a_peer(report: bytes) -> bool:
         chain = _exceptions(raised)
         if before and before != _message(chain[0][1])[:_SAME]:
             return False  # an error of its own, and then one of Horovod's as it cleaned up
-        if any(name in _KNOCK_ON or _is_of_tensorflow(text) for name, text in chain):
-            return True
+        for name, text in chain:
+            of_tensorflow = text.startswith(b"tensorflow.") and any(words in text for words in LOST_PEER)
+            if name in _KNOCK_ON or of_tensorflow:  # TensorFlow makes a class of its own of Horovod's error
+                return True
         before = _message(chain[-1][1])[:_SAME]  # horovod.torch raises its own with the same words
     return False
-
-
-def _is_of_tensorflow(text: bytes) -> bool:
-    """Whether it is what TensorFlow makes of Horovod's error: a class of its own."""
-    return text.startswith(b"tensorflow.") and any(words in text for words in LOST_PEER)
 
 
 def _message(text: bytes) -> bytes:

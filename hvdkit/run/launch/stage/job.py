@@ -122,10 +122,3 @@ def moved_variables(variables: Mapping[str, str], staged: Staged) -> Setting:
         if after != before:
             found[name] = os.pathsep.join(after)
     return Setting("--stage: the ranks' Python and packages lie on their host's own disk", variables=found)
-
-
-def notes(staged: Staged) -> tuple[str, ...]:
-    """What the user should know of what is not staged."""
-    if not staged.left:
-        return ()
-    return (f"not staged, since the files lie outside of {staged.prefix}: {', '.join(staged.left)}.",)

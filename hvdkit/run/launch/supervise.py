@@ -236,6 +236,7 @@ class _Job:
             self._on_frame(peer, kind, payload)
 
     def _on_frame(self, peer: Peer, kind: bytes, payload: bytes) -> None:
+        """Take what a rank says of itself, or what it writes."""
         if kind == wire.HELLO:
             peer.rank, peer.pid = wire.HELLO_PAYLOAD.unpack_from(payload)
             peer.host = payload[wire.HELLO_PAYLOAD.size :].decode(errors="replace") if self._plan.direct else ""
@@ -286,6 +287,7 @@ class _Job:
             self._shown.show(peer.rank, STDERR, peer.errors.release())
 
     def _on_rank_end(self, peer: Peer, status: int, told: bool, pid: int, killed: bool, limit: int) -> None:
+        """Note how a rank ended, see ``wire.EXIT_PAYLOAD``, and end the job where that ends it."""
         if peer.rank is None:
             return
         self._shown.errors(peer, peer.errors.close())

@@ -28,6 +28,15 @@ SENTENCES = {
         "Leave it out of measurements: compilation, allocation and the first read weigh less the longer the job. Keep "
         "shapes the same, and a cache of what is compiled.",
     ),
+    "setup": (
+        "NCCL is set up before the first collective.",
+        "It weighs less the longer the job: leave it out of measurements. NCCL_DEBUG=INFO says what it looks for, and "
+        "NCCL_SOCKET_IFNAME names the network at once.",
+    ),
+    "late": (
+        "Tensors wait until the last rank has announced them; this recording does not say which rank that is.",
+        "Record which one and why with hvdkit launch --explain-job, or which one alone with --timeline FILE --skew.",
+    ),
     "large-tensors": (
         "Large tensors are reduced, and the backward pass does not hide all of it.",
         "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
@@ -37,6 +46,15 @@ SENTENCES = {
         "Data goes in many small exchanges.",
         "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused, and leave "
         "HOROVOD_FUSION_THRESHOLD as it is.",
+    ),
+    "sparse": (
+        "Sparse gradients are gathered from all ranks.",
+        "Where a batch touches much of the embedding, reduce it as a dense tensor (sparse_as_dense=True), or look up "
+        "fewer rows.",
+    ),
+    "metrics": (
+        "Numbers are averaged one by one, {each}, after the gradients.",
+        "Average metrics less often (hk.average_metrics at the end of an epoch), or all of them as one tensor.",
     ),
     "names": (
         "Tensors get new names in every step, so the ranks negotiate all of them anew.",
@@ -53,6 +71,8 @@ SENTENCES = {
     ),
 }
 """What is said of a cause that several recordings show, and what to do: the same whoever sees it."""
+WHY_LATE = "hvdkit launch --explain-job records whether that is input, computation or the host."
+HOW_MUCH_IS_HIDDEN = "hvdkit timeline merge says how much of it is hidden."
 ADVICE = {
     "input": "Look at the input of {who}: file system, size of the shard, number of workers, prefetching. Reading "
     "ahead can hide that other ranks are as slow.",
@@ -119,6 +139,11 @@ class Cause:
             alone = duration_text(1e6 * self.alone_s) if self.alone_s >= 0.05 * self.lost_s else "nothing"
             before = f" once what comes before it is mended, and {alone} until then"
         return f"{self.what} It costs {duration_text(1e6 * self.lost_s)}{often} ({share_text(self.share)}){before}."
+
+
+def many_small(times: float) -> tuple[str, str]:
+    """What is said of small exchanges that are counted, and what to do; ``times``: so many in a step."""
+    return f"Many small tensors are exchanged, {times:.3g} times per step.", SENTENCES["small-tensors"][1]
 
 
 def dearest_first(causes: Iterable[Cause]) -> list[Cause]:

@@ -95,7 +95,7 @@ CASES = {
     "small-tensors": (
         batches(little=3000, little_time=500_000.0),
         batches(little=3000, little_time=190_000.0),
-        "30.0 times per step",
+        "30 times per step",
         "num_groups",
     ),
     "large-tensors": (

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
-from hvdkit.read.causes import SENTENCES, Cause
+from hvdkit.read.causes import SENTENCES, Cause, many_small
+from hvdkit.read.timeline.causes import outside_cache
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import Floats, covered, union
 
@@ -29,7 +30,7 @@ _MANY = 8
 _NUMBER = 64
 """Bytes up to which a tensor holds a number or a few, such as a loss."""
 _ANEW = 0.2
-"""Part of the operations that are negotiated anew, from which on it is their names' or the cache's doing."""
+"""Part of the operations that are negotiated anew, from which on it is their names' doing."""
 
 
 def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> list[Cause] | None:
@@ -106,19 +107,9 @@ def _gathered_and_numbers(
         left -= count * lost / whole
         names = columns.tensors[int(columns.tensor[rows[chosen]][int(spent[chosen].argmax())])].name
         each = f"{chosen.sum() / count:.3g} times per step"
-        what, advice = {
-            "sparse": (
-                "Sparse gradients are gathered from all ranks.",
-                "Where a batch touches much of the embedding, reduce it as a dense tensor (sparse_as_dense=True), or "
-                "look up fewer rows.",
-            ),
-            "metrics": (
-                f"Numbers are averaged one by one, {each}, after the gradients.",
-                "Average metrics less often (hk.average_metrics at the end of an epoch), or all of them as one tensor.",
-            ),
-        }[kind]
+        what, advice = SENTENCES[kind]
         seen = f"{where}: {each}, such as {shortened(names, 40)}; {duration_text(lost)} of a step after its last rank "
-        found.append(Cause(kind, lost / 1e6, lost / step, what, f"{seen}was ready.", advice))
+        found.append(Cause(kind, lost / 1e6, lost / step, what.format(each=each), f"{seen}was ready.", advice))
     return found, max(0.0, left)
 
 
@@ -136,15 +127,11 @@ def _named(
     if many >= _MANY:
         small, waiting = (small, waiting) if anew else (small + waiting, 0.0)
         if small >= _LEAST * step:
+            what, advice = many_small(many)
+            seen = f"{where}: {many:.0f} exchanges of at most 64 KB in a step; {duration_text(small)} of them after "
             found.append(
-                Cause(
-                    "small-tensors", small / 1e6, small / step,
-                    f"Many small tensors are exchanged, {many:.0f} times per step.",
-                    f"{where}: {many:.0f} exchanges of at most 64 KB in a step; {duration_text(small)} of them after "
-                    "its last rank was ready.",
-                    SENTENCES["small-tensors"][1],
-                )
-            )  # fmt: skip
+                Cause("small-tensors", small / 1e6, small / step, what, f"{seen}its last rank was ready.", advice)
+            )
     if waiting >= max(_LEAST_WAIT * step, _LEAST_WAIT_US):
         found.append(_waiting(waiting, step, anew, where))
     if large >= _LEAST * step:
@@ -174,9 +161,7 @@ def _anew(columns: TimelineColumns, rows: NDArray[np.bool_]) -> str:
     counts = np.bincount(columns.tensor[rows], minlength=1)
     if (counts == 1).sum() >= _ANEW * rows.sum():
         return "names"
-    missed = float(columns.missed[rows].mean())
-    # all of them missed is a cache that was off, as launch --skew has it
-    return "cache" if _ANEW <= missed < 0.99 else ""
+    return "cache" if outside_cache(float(columns.missed[rows].mean()), int((counts > 0).sum())) else ""
 
 
 def _waiting(waiting: float, step: float, anew: str, where: str) -> Cause:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdkit.common.units import bytes_text, duration_text, share_text
-from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause
+from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import CONTROL, PAYLOAD, Profile, RankProfile
 
@@ -67,7 +67,7 @@ def otherwise(shown: RankProfile) -> str:
 
 
 def _of_job(
-    kind: str, lost: float, shown: RankProfile, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+    kind: str, lost: float, shown: RankProfile, evidence: str, what: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
     return Cause(kind, lost, lost / (shown.seconds or 1.0), what, evidence, advice, per_step=False, ranks=ranks)
 
@@ -92,14 +92,8 @@ def _large(profile: Profile, shown: RankProfile) -> Cause | None:
             f"{duration_text(1e6 * most.seconds / most.calls)} each, {bytes_text(most.bus_bytes_per_s or 0)}/s of bus "
             "bandwidth"
         )
-    return _of_job(
-        "large-tensors",
-        lost,
-        shown,
-        SENTENCES["large-tensors"][0],
-        evidence,
-        f"{SENTENCES['large-tensors'][1]} hvdkit timeline merge says how much of it is hidden.",
-    )
+    what, advice = SENTENCES["large-tensors"]
+    return _of_job("large-tensors", lost, shown, evidence, what, f"{advice} {HOW_MUCH_IS_HIDDEN}")
 
 
 def _small(profile: Profile, shown: RankProfile) -> Cause | None:
@@ -107,14 +101,8 @@ def _small(profile: Profile, shown: RankProfile) -> Cause | None:
     small = measures.total(rows)
     if not rows:
         return None
-    return _of_job(
-        "small-tensors",
-        _moving(profile, shown, small),
-        shown,
-        SENTENCES["small-tensors"][0],
-        f"rank {shown.rank}: {small.calls:,} allreduces below 64 KiB",
-        SENTENCES["small-tensors"][1],
-    )
+    evidence = f"rank {shown.rank}: {small.calls:,} allreduces below 64 KiB"
+    return _of_job("small-tensors", _moving(profile, shown, small), shown, evidence, *SENTENCES["small-tensors"])
 
 
 def _moving(profile: Profile, shown: RankProfile, calls: measures.Sums) -> float:
@@ -130,14 +118,9 @@ def _waiting(shown: RankProfile) -> Cause | None:
     whole = measures.total(shown.of(PAYLOAD))
     if not whole.wait_s:
         return None
-    return _of_job(
-        "late",
-        whole.wait_s,
-        shown,
-        f"Rank {shown.rank} waits in collectives until all ranks are there.",
-        f"barriers of --mpi-profile-wait, {share_text(whole.wait_s / whole.seconds)} of the time of data",
-        "hvdkit launch --explain-job says which rank is late and why, --timeline FILE --skew which one alone.",
-    )
+    evidence = f"barriers of --mpi-profile-wait, {share_text(whole.wait_s / whole.seconds)} of the time of data"
+    what = f"Rank {shown.rank} waits in collectives until all ranks are there."
+    return _of_job("late", whole.wait_s, shown, evidence, what, SENTENCES["late"][1])
 
 
 def _late(profile: Profile, shown: RankProfile) -> Cause | None:
@@ -151,17 +134,13 @@ def _late(profile: Profile, shown: RankProfile) -> Cause | None:
     over = measures.spread(times)
     if over.imbalance < _UNEVEN:
         return None
-    return _of_job(
-        "late",
-        over.most - over.least if len(times) == 2 else max(0.0, over.median - over.least),
-        shown,
-        f"Rank {over.least_rank} mostly comes last to the collectives, and the others wait for it.",
+    lost = over.most - over.least if len(times) == 2 else max(0.0, over.median - over.least)
+    evidence = (
         f"time in MPI: rank {over.least_rank} {duration_text(1e6 * over.least)}, median "
-        f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}",
-        f"Look at what rank {over.least_rank} does besides: its input, its computation, the cores of its host (hvdkit "
-        "doctor --job).",
-        (over.least_rank,),
+        f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}"
     )
+    what = f"Rank {over.least_rank} mostly comes last to the collectives, and the others wait for it."
+    return _of_job("late", lost, shown, evidence, what, WHY_LATE, (over.least_rank,))
 
 
 @dataclass(frozen=True, slots=True)

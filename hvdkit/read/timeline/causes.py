@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
-from hvdkit.read.causes import SENTENCES, WORTH_SAYING, Cause
+from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause, many_small
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import CYCLE_TIME, Steps, TimelineSummary
 from hvdkit.steps.lateness import to_blame
@@ -48,41 +48,28 @@ def _mean(part: Distribution) -> float:
 
 
 def _per_step(
-    kind: str, lost: float, duration: Distribution, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+    kind: str, lost: float, duration: Distribution, evidence: str, what: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
     return Cause(kind, lost / 1e6, lost / _mean(duration), what, evidence, advice, ranks=ranks)
 
 
-def _once(kind: str, lost: float, summary: TimelineSummary, what: str, evidence: str, advice: str) -> Cause:
+def _once(kind: str, lost: float, summary: TimelineSummary, evidence: str, what: str, advice: str) -> Cause:
     return Cause(kind, lost / 1e6, lost / (summary.duration or 1.0), what, evidence, advice, per_step=False)
 
 
 def _setup(summary: TimelineSummary) -> Cause | None:
     if not summary.setup:
         return None
-    return _once(
-        "setup",
-        summary.setup,
-        summary,
-        "NCCL is set up before the first collective.",
-        f"INIT_NCCL, {duration_text(summary.setup)} of {duration_text(summary.duration)} of the timeline",
-        "It weighs less the longer the job: leave it out of measurements. NCCL_DEBUG=INFO says what it looks for, and "
-        "NCCL_SOCKET_IFNAME names the network at once.",
-    )
+    evidence = f"INIT_NCCL, {duration_text(summary.setup)} of {duration_text(summary.duration)} of the timeline"
+    return _once("setup", summary.setup, summary, evidence, *SENTENCES["setup"])
 
 
 def _new_names(summary: TimelineSummary) -> Cause | None:
     """Where every tensor has a new name in each step there are no steps to be seen."""
     if summary.steps is not None or summary.new_names < 100 or 2 * summary.new_names < summary.operations:
         return None
-    return _once(
-        "negotiation",
-        summary.negotiating,
-        summary,
-        SENTENCES["names"][0],
-        f"{summary.new_names} of {summary.operations} operations are reductions whose names count up with time",
-        SENTENCES["names"][1],
-    )
+    evidence = f"{summary.new_names} of {summary.operations} operations are reductions whose names count up with time"
+    return _once("negotiation", summary.negotiating, summary, evidence, *SENTENCES["names"])
 
 
 def _first_step(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
@@ -92,14 +79,8 @@ def _first_step(summary: TimelineSummary, steps: Steps, duration: Distribution) 
     if lost < max(50_000.0, duration.p50):
         return None
     beside = f", {duration_text(steps.first_setup)} of it NCCL's set-up" if steps.first_setup else ""
-    return _once(
-        "first-step",
-        lost,
-        summary,
-        SENTENCES["first-step"][0],
-        f"first step {duration_text(steps.first)}{beside}, the usual one {duration_text(duration.p50)}",
-        SENTENCES["first-step"][1],
-    )
+    evidence = f"first step {duration_text(steps.first)}{beside}, the usual one {duration_text(duration.p50)}"
+    return _once("first-step", lost, summary, evidence, *SENTENCES["first-step"])
 
 
 def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
@@ -109,25 +90,11 @@ def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cau
         return _late_somewhere(steps, duration)
     ranks = to_blame(costs)
     lost = sum(costs[rank] for rank in ranks or costs)
+    evidence = f"ticks of the timeline, by rank: {_costs_text(costs)} of each step"
     if not ranks:
-        return _per_step(
-            "random-late",
-            lost,
-            duration,
-            SENTENCES["random-late"][0],
-            f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
-            SENTENCES["random-late"][1],
-        )
-    names = name_ranks(ranks)
-    return _per_step(
-        "late",
-        lost,
-        duration,
-        f"{names.capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait.",
-        f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
-        "A timeline does not say whether that is input, computation or host: hvdkit launch --explain-job records it.",
-        ranks,
-    )
+        return _per_step("random-late", lost, duration, evidence, *SENTENCES["random-late"])
+    what = f"{name_ranks(ranks).capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait."
+    return _per_step("late", lost, duration, evidence, what, WHY_LATE, ranks)
 
 
 def _costs_text(costs: dict[int, float]) -> str:
@@ -138,14 +105,8 @@ def _costs_text(costs: dict[int, float]) -> str:
 def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:
     if not steps.late:
         return None
-    return _per_step(
-        "late",
-        steps.late,
-        duration,
-        "Tensors wait until the last rank has announced them; this recording does not say which rank that is.",
-        f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle",
-        "Record which one and why with hvdkit launch --explain-job, or which one alone with --timeline FILE --skew.",
-    )
+    evidence = f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle"
+    return _per_step("late", steps.late, duration, evidence, *SENTENCES["late"])
 
 
 def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
@@ -157,39 +118,33 @@ def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution)
     known = "measured" if summary.cycle else "Horovod's default; record with --mark-cycles to measure it"
     evidence = f"{duration_text(lost)} from the first rank's announcement to the last one's; a cycle is "
     evidence += f"{duration_text(cycle)} ({known})"
-    # All of them missed is a cache that was off, as launch --skew has it.
-    if missed >= 0.2 and (missed < 0.99 or steps.tensors > _CACHE):
-        return _per_step(
-            "negotiation",
-            lost,
-            duration,
-            f"{share_text(missed)} of the operations after the second step are negotiated anew, outside the cache.",
-            evidence,
-            SENTENCES["cache"][1],
-        )
-    return _per_step(
-        "negotiation",
-        lost,
-        duration,
-        SENTENCES["cycle"][0],
-        evidence,
+    if outside_cache(missed, steps.tensors):
+        what = f"{share_text(missed)} of the operations after the second step are negotiated anew, outside the cache."
+        return _per_step("negotiation", lost, duration, evidence, what, SENTENCES["cache"][1])
+    advice = (
         f"A shorter cycle: HOROVOD_CYCLE_TIME={max(0.1, cycle / 5000):.1g}, at the price of a busier thread; where "
-        "tensors are small and many, reduce them as groups instead (num_groups).",
+        "tensors are small and many, reduce them as groups instead (num_groups)."
     )
+    return _per_step("negotiation", lost, duration, evidence, SENTENCES["cycle"][0], advice)
+
+
+def outside_cache(missed: float, tensors: int) -> bool:
+    """Whether tensors are negotiated anew on account of the cache; of all of them where it was off, as --skew has it.
+
+    Args:
+        missed: share of the operations that were not in it.
+        tensors: of a step.
+    """
+    return missed >= 0.2 and (missed < 0.99 or tensors > _CACHE)
 
 
 def _small(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     batches = summary.batches
     if batches is None or batches.little < MANY * steps.count:
         return None
-    return _per_step(
-        "small-tensors",
-        batches.little_time / steps.count,
-        duration,
-        f"Many small tensors are exchanged, {batches.little / steps.count:.1f} times per step.",
-        f"{batches.little} exchanges of at most 64 KB, {batches.small} of them of a single tensor",
-        SENTENCES["small-tensors"][1],
-    )
+    evidence = f"{batches.little} exchanges of at most 64 KB, {batches.small} of them of a single tensor"
+    said = many_small(batches.little / steps.count)
+    return _per_step("small-tensors", batches.little_time / steps.count, duration, evidence, *said)
 
 
 def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
@@ -203,7 +158,7 @@ def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Ca
     size = "Large tensors" if steps.bytes is None else f"{bytes_text(steps.bytes)} per step"
     what = f"{size} {'are' if steps.bytes is None else 'is'} reduced, and the backward pass does not hide all of it."
     biggest, evidence = _biggest(summary, steps), f"collectives of the timeline, {duration_text(lost)} of the mean step"
-    advice = f"{SENTENCES['large-tensors'][1]} hvdkit timeline merge says how much of it is hidden."
+    advice = f"{SENTENCES['large-tensors'][1]} {HOW_MUCH_IS_HIDDEN}"
     if biggest is not None:
         evidence += f"; {biggest}"
     elif batches.per_step is not None and batches.per_step <= 1.2 and (steps.bytes or 0) >= 16 << 20:
@@ -213,7 +168,7 @@ def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Ca
     elif batches.fill is not None and batches.fill.p50 >= 0.75 and (batches.per_step or 0) >= 2:
         evidence += f"; fused batches fill {share_text(batches.fill.p50)} of {bytes_text(batches.threshold)}"
         advice += f" A larger fusion buffer may help, too: HOROVOD_FUSION_THRESHOLD={2 * batches.threshold} (bytes)."
-    return _per_step("large-tensors", lost, duration, what, evidence, advice)
+    return _per_step("large-tensors", lost, duration, evidence, what, advice)
 
 
 def _biggest(summary: TimelineSummary, steps: Steps) -> str | None:

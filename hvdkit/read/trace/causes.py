@@ -72,9 +72,8 @@ def _idle_gpu(summary: TraceSummary) -> list[Cause]:
     share = gpu.idle / (rank.times.window or 1.0)
     who = "The GPU is" if len(summary.ranks) == 1 else "Every GPU is"
     what = f"{who} idle for {share_text(share)} of the time: {reasons[reason][0]}."
-    return [
-        _cause(summary, "idle-gpu", lost, what, f"kernels and calls of a step, idle while {parts}", reasons[reason][1])
-    ]
+    evidence = f"kernels and calls of a step, idle while {parts}"
+    return [_cause(summary, "idle-gpu", lost, evidence, what, reasons[reason][1])]
 
 
 def _each(rank: RankTrace, name: str) -> float:
@@ -83,7 +82,7 @@ def _each(rank: RankTrace, name: str) -> float:
 
 
 def _cause(
-    summary: TraceSummary, kind: str, lost: float, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+    summary: TraceSummary, kind: str, lost: float, evidence: str, what: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
     step = max(_each(rank, "window") for rank in summary.ranks) or 1.0
     stepped = all(rank.steps for rank in summary.ranks)
@@ -96,14 +95,8 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
     ranks = to_blame(costs)
     lost = sum(costs[rank] for rank in ranks or costs)
     if not ranks:
-        return _cause(
-            summary,
-            "random-late",
-            lost,
-            SENTENCES["random-late"][0],
-            f"time of the ranks in {skew.collectives} collectives",
-            SENTENCES["random-late"][1],
-        )
+        evidence = f"time of the ranks in {skew.collectives} collectives"
+        return _cause(summary, "random-late", lost, evidence, *SENTENCES["random-late"])
     names = name_ranks(ranks)
     who, few = named(ranks, len(summary.ranks)), len(ranks) == 1
     parts = {"exposed_data": "data loading", "computation": "computation"}
@@ -125,42 +118,25 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
         kind = "compute"
     if kind != "host":
         what, advice = doing(kind, ranks), ADVICE[kind].format(who=names)
-    return _cause(summary, kind, lost, f"{who} {what}.", evidence, advice, ranks)
+    return _cause(summary, kind, lost, evidence, f"{who} {what}.", advice, ranks)
 
 
 def _exchange(summary: TraceSummary, skew: TraceSkew) -> Cause:
     waits = {one.rank: one.waiting for one in skew.ranks}
     left = [_each(rank, "exposed") - waits[rank.rank or 0] for rank in summary.ranks]
     lost = max(0.0, sum(left) / len(left))
-    return _cause(
-        summary,
-        "large-tensors",
-        lost,
-        SENTENCES["large-tensors"][0],
-        "exposed communication, without the wait for later ranks, mean of the ranks",
-        SENTENCES["large-tensors"][1],
-    )
+    evidence = "exposed communication, without the wait for later ranks, mean of the ranks"
+    return _cause(summary, "large-tensors", lost, evidence, *SENTENCES["large-tensors"])
 
 
 def _one_trace(summary: TraceSummary) -> Cause:
     lost = max(_each(rank, "exposed") for rank in summary.ranks)
-    return _cause(
-        summary,
-        "late",
-        lost,
-        "A rank exchanges data or waits for a later one; which of both its trace alone does not say.",
-        f"exposed communication; ranks are not compared ({summary.skew_note})",
-        "Give the traces of all ranks of the run.",
-    )
+    evidence = f"exposed communication; ranks are not compared ({summary.skew_note})"
+    what = "A rank exchanges data or waits for a later one; which of both its trace alone does not say."
+    return _cause(summary, "late", lost, evidence, what, "Give the traces of all ranks of the run.")
 
 
 def _input_everywhere(summary: TraceSummary) -> Cause:
     lost = min(_each(rank, "exposed_data") for rank in summary.ranks)
-    return _cause(
-        summary,
-        "input-everywhere",
-        lost,
-        SENTENCES["input-everywhere"][0],
-        "exposed data loading, of the rank with the least",
-        SENTENCES["input-everywhere"][1],
-    )
+    evidence = "exposed data loading, of the rank with the least"
+    return _cause(summary, "input-everywhere", lost, evidence, *SENTENCES["input-everywhere"])

@@ -37,7 +37,7 @@ _FIRST_STEP_S, _FIRST_STEP = 1.0, 0.1
 """Seconds, and share of what was recorded, from which on the first step is a cause: a graph is traced in less."""
 _STALL = 0.5
 """Of a step: what is longer than the usual one by so much is a stall."""
-_RECORDED = 1.3
+_RECORDED = 2.0
 """How much more may be saved by what is only inferred."""
 _CHECKED = "saving, evaluation, logging"
 

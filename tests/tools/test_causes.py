@@ -49,3 +49,8 @@ def test_ranks_are_blamed_by_their_own_excess_and_not_by_how_often_they_are_last
     costs = lateness.costs(own)
     assert costs.sum() == pytest.approx((own.max(axis=0) - lateness.lower_median(own)).mean())
     assert lateness.to_blame(dict(enumerate(costs.tolist()))) == blamed
+
+
+def test_a_rank_that_is_nearly_as_late_as_the_last_one_is_blamed_too() -> None:
+    own = np.array([1.0, 2.0, 1.8, 1.0])[:, None] + np.zeros(50)
+    assert lateness.to_blame(dict(enumerate(lateness.costs(own).tolist()))) == (1, 2)

@@ -646,6 +646,8 @@ def test_an_event_within_another_is_a_part_of_it_and_one_of_no_end_is_none(tmp_p
     recorder.given()
     recorder.asked()
     recorder.evaluating(teacher, begins=False)
+    recorder.given()
+    recorder.asked()
     recorder.finished()
     (rank,) = step_files.read(tmp_path)
     assert [(one.name, one.seconds) for one in rank.events] == [("saving", 2.0), ("fsync", 0.5), ("evaluation", 1.0)]

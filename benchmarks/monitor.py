@@ -73,7 +73,7 @@ def cost(rounds: int) -> None:
 
 def planted(minutes: float, only: list[str]) -> None:
     """Print, of each job, what was reported and in which window."""
-    from hvdkit.steps.history import read
+    from hvdkit.observe.history import read
 
     print("| planted | framework | windows | reported, in window |\n|---|---|---|---|")
     frameworks = ("torch", "tensorflow", "keras")
@@ -94,7 +94,7 @@ def planted(minutes: float, only: list[str]) -> None:
 
 def simulate(windows: int) -> None:
     """Print the false alarms per 1,000 windows of 1,000 ranks."""
-    from hvdkit.steps.stragglers import Scores
+    from hvdkit.observe.stragglers import Scores
 
     ranks, steps = 1000, 50
     noise = np.random.default_rng(1)

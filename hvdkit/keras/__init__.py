@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hvdkit.errors import MissingFrameworkError
+from hvdkit.observe.monitor import begin_if_asked
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.monitor import begin_if_asked
 from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology

@@ -17,14 +17,15 @@ from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import monitor, step_times, torch_tensors
+from hvdkit.observe import monitor
+from hvdkit.steps import step_times, torch_tensors
 from hvdkit.steps.topology import Topology
 
 
 class Monitor(monitor.Monitor, Callback):
     """A callback for ``fit``; in a loop of your own as in the other adapters (``with``, ``monitor(loader)``, ``log``).
 
-    ``hvdkit.steps.monitor.Monitor`` says what it is given and what it raises. It logs what ``fit`` does; with
+    ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises. It logs what ``fit`` does; with
     ``steps_per_execution`` an execution is so many steps of equal length. Call ``close``, or use ``with``, where the
     process goes on after the training.
     """
@@ -63,7 +64,7 @@ class Monitor(monitor.Monitor, Callback):
         data = trained_on(self.model)
         self.epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
         self._samples = float(data.share.batch_size) if hasattr(data, "share") else 0.0
-        if self._start is None and self._teller is None:  # by now all callbacks that restore have
+        if self._start is None and self._thread is None:  # by now all callbacks that restore have
             self._start = int(self.model.optimizer.iterations)
         self.asked()
 

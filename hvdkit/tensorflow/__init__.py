@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.observe.monitor import begin_if_asked
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.monitor import begin_if_asked
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.step_times import record_steps

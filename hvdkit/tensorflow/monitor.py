@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdkit.steps import monitor
+from hvdkit.observe import monitor
 from hvdkit.tensorflow.optimizer import SHOWN
 
 
 class Monitor(monitor.Monitor):
-    """Watches a loop while it trains; ``hvdkit.steps.monitor.Monitor`` says what it is given and what it raises."""
+    """Watches a loop while it trains; ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises."""
 
     def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
         return background_allgather(words, name)

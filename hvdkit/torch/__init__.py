@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.observe.torch_profile import profile
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
 from hvdkit.steps.allreduce_counts import COUNTS
@@ -17,7 +18,6 @@ from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.step_times import record_steps
 from hvdkit.steps.topology import Topology
-from hvdkit.steps.torch_profile import profile
 
 try:
     import torch

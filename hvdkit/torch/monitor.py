@@ -10,14 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hvdkit.steps import monitor, step_marks, torch_tensors
+from hvdkit.observe import monitor, step_marks
+from hvdkit.steps import torch_tensors
 from hvdkit.steps.topology import Topology
 from hvdkit.torch.multi_optimizer import exchanges
 from hvdkit.torch.state import RANKS
 
 
 class Monitor(monitor.Monitor):
-    """Watches a loop while it trains; ``hvdkit.steps.monitor.Monitor`` says what it is given and what it raises."""
+    """Watches a loop while it trains; ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises."""
 
     def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
         return RANKS.background_allgather(words, name)

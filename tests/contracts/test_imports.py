@@ -1,4 +1,4 @@
-"""Imports flow down: cli, measure, run, prepare and read, common, steps, errors; adapters stand on steps."""
+"""Imports flow down: cli, measure, run, prepare and read, common, observe, steps, errors; bindings stand on steps."""
 
 import ast
 import functools
@@ -23,20 +23,21 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "tf_ke
 BELOW = {
     "errors": set(),
     "steps": {"errors"},
+    "observe": {"errors", "steps"},
     "top": {"errors", "steps"},
-    "common": {"top", "errors", "steps"},
-    "torch": {"top", "errors", "steps"},
-    "arrays": {"top", "errors", "steps"},
-    "bindings": {"top", "errors", "steps"},
-    "tensorflow": {"top", "errors", "steps", "bindings"},
-    "keras": {"top", "errors", "steps", "bindings", "tensorflow"},
-    "datasets": {"top", "errors", "steps", "common"},
+    "common": {"top", "errors", "steps", "observe"},
+    "torch": {"top", "errors", "steps", "observe"},
+    "arrays": {"top", "errors", "steps", "observe"},
+    "bindings": {"top", "errors", "steps", "observe"},
+    "tensorflow": {"top", "errors", "steps", "observe", "bindings"},
+    "keras": {"top", "errors", "steps", "observe", "bindings", "tensorflow"},
+    "datasets": {"top", "errors", "steps", "observe", "common"},
     "flags": {"top", "errors", "steps", "datasets"},
-    "synthetic": {"top", "errors", "steps", "common", "torch", "tensorflow", "keras"},
-    "prepare": {"top", "errors", "steps", "common"},
-    "read": {"top", "errors", "steps", "common"},
-    "run": {"top", "errors", "steps", "common", "prepare", "read"},
-    "measure": {"top", "errors", "steps", "common", "prepare", "read", "run", "synthetic"},
+    "synthetic": {"top", "errors", "steps", "observe", "common", "torch", "tensorflow", "keras"},
+    "prepare": {"top", "errors", "steps", "observe", "common"},
+    "read": {"top", "errors", "steps", "observe", "common"},
+    "run": {"top", "errors", "steps", "observe", "common", "prepare", "read"},
+    "measure": {"top", "errors", "steps", "observe", "common", "prepare", "read", "run", "synthetic"},
     "cli": {"top", "errors", "common"},
     "__main__": {"cli"},
 }
@@ -104,7 +105,7 @@ def command_of(module: str) -> str:
 def test_the_package_is_one_look():
     """What is at the top: the house's rooms, and at most six modules."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == {"steps", "bindings", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
+    assert rooms == {"steps", "observe", "bindings", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     assert {room_of(name) for name in NAMES} == set(BELOW), "every room has a row in BELOW, and every row a room"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import warm
 
+from hvdkit.observe.history import read
 from hvdkit.steps.checkpoint import CheckpointDirectory
-from hvdkit.steps.history import read
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -22,7 +22,7 @@ from programs_checks import message
 from ranks import KERAS, missing, on_ranks
 
 import hvdkit
-from hvdkit.steps.history import read
+from hvdkit.observe.history import read
 
 FEATURES = 6
 X = np.random.default_rng(5).normal(size=(48, FEATURES)).astype("float32")

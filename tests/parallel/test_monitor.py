@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
+from hvdkit.observe.history import read
 from hvdkit.steps import step_times
-from hvdkit.steps.history import read
 
 FEATURES, EVERY, WINDOWS = 4, 2, 5
 SLOW_S = 0.25
@@ -231,7 +231,7 @@ def test_a_fit_that_failed_leaves_no_step_and_logs_of_all_kinds_end_no_fit(hk, w
         data = np.zeros((8, FEATURES), "float32"), np.zeros((8, 1), "float32")
         model.fit(*data, batch_size=2, verbose=0, callbacks=list(callbacks))
 
-    from hvdkit.steps.monitor import begin_if_asked
+    from hvdkit.observe.monitor import begin_if_asked
 
     monkeypatch.setenv("HVDKIT_MONITOR", str(tmp_path / "run"))
     begin_if_asked(hk.Monitor, world)

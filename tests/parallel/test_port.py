@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 from ranks import on_ranks
 
+from hvdkit.observe import trial as trials
+from hvdkit.observe import trial_marks
 from hvdkit.prepare.port import edits, run
 from hvdkit.prepare.trial import as_script
 from hvdkit.prepare.trial import attempt as trial
 from hvdkit.run.launch.stacks import sitecustomize
-from hvdkit.steps import trial as trials
-from hvdkit.steps import trial_marks
 
 DATA = Path(__file__).parents[1] / "data" / "port" / "before"
 

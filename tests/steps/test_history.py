@@ -1,4 +1,4 @@
-"""steps/history.py: what is on the disk is valid after a kill, and has no step twice."""
+"""observe/history.py: what is on the disk is valid after a kill, and has no step twice."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from hvdkit.steps.history import History, read
+from hvdkit.observe.history import History, read
 
 RANKS = {"step": [0.5, 1.5], "input": [0.1, None], "compute": [0.2, 0.2], "wait": [0, 0], "rss": [1, 2], "device": []}
 
@@ -122,7 +122,7 @@ def test_two_jobs_do_not_write_into_one_history(tmp_path):
     first = begin(tmp_path, 0, 10)
     code = f"""
 from pathlib import Path
-from hvdkit.steps.history import History
+from hvdkit.observe.history import History
 history = History(Path({str(tmp_path)!r}), "other")
 history.begin(0, {{}})
 history.write("end", step=5)

@@ -1,4 +1,4 @@
-"""steps/monitor.py in a job of one process; tests/parallel/test_monitor.py has several, in each framework."""
+"""observe/monitor.py in a job of one process; tests/parallel/test_monitor.py has several, in each framework."""
 
 import json
 import math
@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import history, monitor, step_times, trackers
-from hvdkit.steps.history import read
+from hvdkit.observe import history, monitor, trackers
+from hvdkit.observe.history import read
+from hvdkit.observe.windows import stalls_of
+from hvdkit.steps import step_times
 from hvdkit.steps.topology import Topology
-from hvdkit.steps.windows import stalls_of
 
 WORLD = Topology(0, 1)
 

@@ -1,9 +1,9 @@
-"""steps/stragglers.py: what is planted is reported within three windows, what is noise is not."""
+"""observe/stragglers.py: what is planted is reported within three windows, what is noise is not."""
 
 import numpy as np
 import pytest
 
-from hvdkit.steps.stragglers import Scores, summary
+from hvdkit.observe.stragglers import Scores, summary
 
 MB = float(1 << 20)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import DataError
-from hvdkit.steps import trial
-from hvdkit.steps.trial import Trial, TrialRecording, WantedTrial
+from hvdkit.observe import trial
+from hvdkit.observe.trial import Trial, TrialRecording, WantedTrial
 
 
 def batch(start, rows=2):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdkit.observe import lateness
 from hvdkit.read.causes import Cause, dearest_first
-from hvdkit.steps import lateness
 
 
 def _cause(kind: str, share: float, **other: object) -> Cause:

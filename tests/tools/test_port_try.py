@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hvdkit import cli
+from hvdkit.observe import trial as trials
+from hvdkit.observe.trial import Trial, TrialRecording, WantedTrial
 from hvdkit.prepare.trial import attempt as trial
-from hvdkit.steps import trial as trials
-from hvdkit.steps.trial import Trial, TrialRecording, WantedTrial
 
 SCRIPT = """\
 import torch
@@ -236,8 +236,8 @@ def test_the_command_says_the_verdict_and_ends_by_it(tmp_path, monkeypatch, capf
 
 def test_what_is_tried_is_hooked_where_the_stacks_are(tmp_path):
     """Every row of the trial names a function that is there."""
+    from hvdkit.observe import trial_marks
     from hvdkit.run.launch.stacks import sitecustomize
-    from hvdkit.steps import trial_marks
 
     rows = [row for row in sitecustomize._ASKED if row[0] == trials.VARIABLE]
     assert len(rows) > 10 and all(callable(getattr(trial_marks, function)) for _, _, function, _ in rows)

@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 
+from hvdkit.observe.torch_profile import profile
 from hvdkit.read.trace import summarize
-from hvdkit.steps.torch_profile import profile
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import trackers
-from hvdkit.steps.progress import Progress, bar
-from hvdkit.steps.trackers import tracker
+from hvdkit.observe import trackers
+from hvdkit.observe.progress import Progress, bar
+from hvdkit.observe.trackers import tracker
 
 
 def train(name, directory, first, steps, report=None):
@@ -64,7 +64,7 @@ def test_tensorboard(tmp_path):
 def test_tensorboard_does_not_import_tensorflow(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install tensorboard)")
     code = (
-        "import sys; from hvdkit.steps.trackers import tracker\n"
+        "import sys; from hvdkit.observe.trackers import tracker\n"
         "one = tracker('tensorboard', sys.argv[1]); one.begin(0); one.log(1, {'a': 1.0}); one.report('x')\n"
         "one.close()\n"
         "assert 'tensorflow' not in sys.modules and 'torch' not in sys.modules\n"

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hvdkit import cli
+from hvdkit.observe.progress import span_text
 from hvdkit.run.watch import view
 from hvdkit.run.watch.history import Reader
 from hvdkit.run.watch.results import look
-from hvdkit.steps.progress import span_text
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "watch"

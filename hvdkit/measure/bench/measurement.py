@@ -11,10 +11,10 @@ import numpy as np
 
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import Cause
 from hvdkit.read.explain import step_causes
 from hvdkit.read.explain.step_table import LEAST
-from hvdkit.steps.lateness import Floats
 from hvdkit.steps.step_files import RankTimes
 
 

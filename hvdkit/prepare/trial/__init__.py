@@ -1,6 +1,6 @@
 """Shows that two forms of a training script take the same steps: ``hvdkit port --try``.
 
-Both run for a few steps on the same batches, with ``steps/trial.py`` looking into them, and their weights are compared.
+Both run for a few steps on the same batches, ``observe/trial.py`` looks into them, and their weights are compared.
 
 ::
 

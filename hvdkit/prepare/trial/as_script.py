@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from hvdkit.steps import trial
+from hvdkit.observe import trial
 
 
 def main(source: str, script: str) -> None:

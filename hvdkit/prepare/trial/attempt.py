@@ -18,8 +18,8 @@ import numpy as np
 import hvdkit
 from hvdkit.common.units import count_text
 from hvdkit.errors import DataError
-from hvdkit.steps import trial
-from hvdkit.steps.trial import TrialRecording, WantedTrial
+from hvdkit.observe import trial
+from hvdkit.observe.trial import TrialRecording, WantedTrial
 
 _LAST_LINES = 12
 _STACKS = Path(hvdkit.__file__).parent / "run" / "launch" / "stacks"

@@ -15,10 +15,10 @@ from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import change_text, duration_text, printable
 from hvdkit.errors import DataNotFoundError, InvalidArgumentError, require_scipy
+from hvdkit.observe import history
 from hvdkit.read.diff import sides
 from hvdkit.read.diff.sides import Side, Timings
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STEPS, TIMELINE, TRACE, find
-from hvdkit.steps import history
 
 EMULATE, MONITOR = "emulate results", "monitor history"
 READERS: dict[str, Callable[[Path, Mapping[str, Sequence[Path]]], Side]] = {

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.common.units import duration_text, share_text
+from hvdkit.observe import lateness
+from hvdkit.observe.lateness import Floats, When, doing, lower_median, named, to_blame
 from hvdkit.read.causes import ADVICE, SENTENCES, WORTH_SAYING, Cause
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
-from hvdkit.steps import lateness
-from hvdkit.steps.lateness import Floats, When, doing, lower_median, named, to_blame
 from hvdkit.steps.step_files import RankTimes
 
 _LEAST = {

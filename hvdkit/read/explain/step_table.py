@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.errors import DataError
-from hvdkit.steps.lateness import Floats, lower_median
+from hvdkit.observe.lateness import Floats, lower_median
 from hvdkit.steps.step_files import RankTimes, Step
 
 WARMUP = 5

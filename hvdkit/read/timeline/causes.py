@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.observe.lateness import to_blame
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause, many_small
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import CYCLE_TIME, Steps, TimelineSummary
-from hvdkit.steps.lateness import to_blame
 from hvdkit.steps.ranks import name_ranks
 
 _MOST_HIDDEN = 0.1

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.observe import lateness
 from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect, exchanges
 from hvdkit.read.timeline.measures import distribution
@@ -27,7 +28,6 @@ from hvdkit.read.timeline.results import (
     TensorSummary,
     TimelineSummary,
 )
-from hvdkit.steps import lateness
 
 FUSION_THRESHOLD = 128 << 20
 """Bytes of Horovod's fusion buffer when nothing else is said (0.28.1, horovod/common/operations.cc)."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hvdkit.common.units import duration_text, share_text
+from hvdkit.observe.lateness import doing, lower_median, named, to_blame
 from hvdkit.read.causes import ADVICE, SENTENCES, WORTH_SAYING, Cause
 from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
-from hvdkit.steps.lateness import doing, lower_median, named, to_blame
 from hvdkit.steps.ranks import name_ranks
 
 _MUCH = 0.1

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.observe import lateness
 from hvdkit.read.causes import dearest_first
 from hvdkit.read.timeline.measures import Floats, Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
@@ -27,7 +28,6 @@ from hvdkit.read.trace.results import (
     TraceSummary,
     TraceTimes,
 )
-from hvdkit.steps import lateness
 
 _Waits = dict[tuple[int, str, int], float]
 """Milliseconds that a rank was in each collective: step, name, and the how many-th of this name in the step."""

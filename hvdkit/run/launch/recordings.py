@@ -14,13 +14,14 @@ import click
 from hvdkit.common import json_files
 from hvdkit.common.units import ranks_text
 from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
+from hvdkit.observe import step_marks, torch_profile
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Setting
 from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.rank import STACKS_DIRECTORY
-from hvdkit.steps import step_marks, step_times, torch_profile
+from hvdkit.steps import step_times
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer of MPI reads."""

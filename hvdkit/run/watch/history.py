@@ -14,7 +14,7 @@ import msgspec
 from hvdkit.common import files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, DataNotFoundError
-from hvdkit.steps.history import NAME, SCHEMA
+from hvdkit.observe.history import NAME, SCHEMA
 
 _LONGEST = 1 << 24
 """Bytes of a line; that of 10,000 ranks has a few thousand."""

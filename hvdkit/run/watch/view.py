@@ -14,9 +14,9 @@ from rich.text import Text
 
 from hvdkit.common.files import replacing
 from hvdkit.common.units import bytes_text, duration_text, number_text, printable, ranks_text, share_text, shortened
+from hvdkit.observe.progress import bar, span_text
 from hvdkit.run.watch.history import HistoryWindow
 from hvdkit.run.watch.results import RankNow, Watched
-from hvdkit.steps.progress import bar, span_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
 HEAT = ((1.05, "░", "green"), (1.2, "▒", "yellow"), (1.5, "▓", "dark_orange"), (math.inf, "█", "red"))

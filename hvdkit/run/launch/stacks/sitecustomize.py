@@ -18,33 +18,33 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 _RUN_EAGERLY = "tensorflow.python.eager.polymorphic_function.eager_function_run"
 _ASKED = (
-    ("HVDKIT_STACKS", "stalls", "hand_in_stacks_when_asked", None),
-    ("HVDKIT_STACKS", "stalls", "report_init", "horovod.common.basics"),
-    ("HVDKIT_STACKS", "stalls", "report_killed_workers", "multiprocessing.popen_fork"),
-    ("HVDKIT_TORCH_PROFILE", "torch_profile", "profile_steps", "torch.optim.optimizer"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "torch_loaders", "torch.utils.data.dataloader"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "torch_optimizers", "torch.optim.optimizer"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "torch_saving", "torch.serialization"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "torch_evaluation", "torch.nn.modules.module"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "horovod_waits", "horovod.torch.mpi_ops"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "keras_fit", "keras.src.callbacks.callback_list"),
-    ("HVDKIT_MARK_STEPS", "step_marks", "keras_saving", "keras.src.models.model"),
-    ("HVDKIT_TRIAL", "trial_marks", "torch_seeds", "torch.random"),
-    ("HVDKIT_TRIAL", "trial_marks", "torch_loaders", "torch.utils.data.dataloader"),
-    ("HVDKIT_TRIAL", "trial_marks", "torch_optimizers", "torch.optim.optimizer"),
-    ("HVDKIT_TRIAL", "trial_marks", "torch_dropout", "torch.nn.functional"),
-    ("HVDKIT_TRIAL", "trial_marks", "torch_batch_norm", "torch.nn.modules.module"),
-    ("HVDKIT_TRIAL", "trial_marks", "tensorflow_eagerly", _RUN_EAGERLY),
-    ("HVDKIT_TRIAL", "trial_marks", "tensorflow_seeds", "tensorflow.python.framework.random_seed"),
-    ("HVDKIT_TRIAL", "trial_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
-    ("HVDKIT_TRIAL", "trial_marks", "keras_seeds", "keras.src.random.seed_generator"),
-    ("HVDKIT_TRIAL", "trial_marks", "keras_dropout", "keras.src.layers.regularization.dropout"),
-    ("HVDKIT_TRIAL", "trial_marks", "keras_batch_norm", "keras.src.layers.normalization.batch_normalization"),
-    ("HVDKIT_TRIAL", "trial_marks", "keras_optimizers", "keras.src.optimizers.base_optimizer"),
-    ("HVDKIT_TRIAL", "trial_marks", "keras_epochs", "keras.src.callbacks.callback_list"),
+    ("HVDKIT_STACKS", "steps/stalls", "hand_in_stacks_when_asked", None),
+    ("HVDKIT_STACKS", "steps/stalls", "report_init", "horovod.common.basics"),
+    ("HVDKIT_STACKS", "steps/stalls", "report_killed_workers", "multiprocessing.popen_fork"),
+    ("HVDKIT_TORCH_PROFILE", "observe/torch_profile", "profile_steps", "torch.optim.optimizer"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "torch_loaders", "torch.utils.data.dataloader"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "torch_optimizers", "torch.optim.optimizer"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "torch_saving", "torch.serialization"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "torch_evaluation", "torch.nn.modules.module"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "horovod_waits", "horovod.torch.mpi_ops"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "keras_fit", "keras.src.callbacks.callback_list"),
+    ("HVDKIT_MARK_STEPS", "observe/step_marks", "keras_saving", "keras.src.models.model"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "torch_seeds", "torch.random"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "torch_loaders", "torch.utils.data.dataloader"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "torch_optimizers", "torch.optim.optimizer"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "torch_dropout", "torch.nn.functional"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "torch_batch_norm", "torch.nn.modules.module"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "tensorflow_eagerly", _RUN_EAGERLY),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "tensorflow_seeds", "tensorflow.python.framework.random_seed"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "keras_seeds", "keras.src.random.seed_generator"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "keras_dropout", "keras.src.layers.regularization.dropout"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "keras_batch_norm", "keras.src.layers.normalization.batch_normalization"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "keras_optimizers", "keras.src.optimizers.base_optimizer"),
+    ("HVDKIT_TRIAL", "observe/trial_marks", "keras_epochs", "keras.src.callbacks.callback_list"),
 )
-"""What a variable asks for: a file of hvdkit/steps, a function in it, and a module whose import it waits for."""
+"""What a variable asks for: a file of hvdkit, a function in it, and a module whose import it waits for."""
 
 
 class _AfterImport(MetaPathFinder):
@@ -74,7 +74,7 @@ class _AfterImport(MetaPathFinder):
 
 def _run(file: str, function: str, *arguments: ModuleType) -> None:
     """Run a function of hvdkit by its file's path: hvdkit itself need not be installed for this Python."""
-    spec = importlib.util.spec_from_file_location(f"_hvdkit_{file}", _HERE.parents[2] / "steps" / f"{file}.py")
+    spec = importlib.util.spec_from_file_location(f"_hvdkit_{Path(file).name}", _HERE.parents[2] / f"{file}.py")
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdkit.steps import step_marks
-from hvdkit.steps.trial import current
+from hvdkit.observe import step_marks
+from hvdkit.observe.trial import current
 
 
 def torch_loaders(module: ModuleType) -> None:

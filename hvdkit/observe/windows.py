@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.steps.lateness import Floats
-from hvdkit.steps.stragglers import LASTING
+from hvdkit.observe.lateness import Floats
+from hvdkit.observe.stragglers import LASTING
 
 WORDS = 37
 """Numbers that a rank tells in a window: 296 bytes."""

@@ -18,23 +18,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.lateness import Floats, lower_median
-from hvdkit.steps.outlets import Outlets
-from hvdkit.steps.stragglers import Report, Scores, summary
-from hvdkit.steps.windows import FACTS, WORDS, BadGradients, Window, number_of, row_of
+from hvdkit.observe.lateness import Floats, lower_median
+from hvdkit.observe.root_sinks import RootSinks
+from hvdkit.observe.stragglers import Report, Scores, summary
+from hvdkit.observe.windows import FACTS, WORDS, BadGradients, Window, number_of, row_of
 
 Words = npt.NDArray[np.int64]
 _HOST_BYTES = 8 * WORDS
 
 
-class Teller(threading.Thread):
+class MonitorThread(threading.Thread):
     """Takes windows and checkpoints from the first thread; one for as long as the ranks are the same.
 
     Args:
         size: number of ranks.
         gather: every rank's words, int64 (size, n), of this one's (n,); a collective.
         device_bytes: memory of the accelerator that this process uses; NaN without one.
-        outlets: the root's; None elsewhere.
+        sinks: the root's; None elsewhere.
         keeps: whether reports are kept for ``reports``.
     Attributes:
         logs: what was logged in the last window, means of all ranks.
@@ -45,13 +45,13 @@ class Teller(threading.Thread):
         size: int,
         gather: Callable[[Words], Words],
         device_bytes: Callable[[], float],
-        outlets: Outlets | None,
+        sinks: RootSinks | None,
         *,
         keeps: bool,
     ) -> None:
         super().__init__(name="hvdkit monitor", daemon=True)
         self._size, self._gather, self._device_bytes = size, gather, device_bytes
-        self._outlets, self._keeps = outlets, keeps
+        self._sinks, self._keeps = sinks, keeps
         self.logs: dict[str, float] = {}
         self._bad_gradients = BadGradients()
         self._items: queue.SimpleQueue[Window | int | None] = queue.SimpleQueue()
@@ -98,8 +98,8 @@ class Teller(threading.Thread):
     def run(self) -> None:
         """Tell until the end, or until the ranks cannot be told."""
         try:
-            if self._outlets is not None:
-                self._outlets.begin(self._first, self._facts)
+            if self._sinks is not None:
+                self._sinks.begin(self._first, self._facts)
             self._listen()
         except Exception as error:  # a training goes on without
             if not self._ends:
@@ -114,8 +114,8 @@ class Teller(threading.Thread):
         scores = Scores(self._hosts())
         while (item := self._items.get()) is not None:
             if isinstance(item, int):
-                if self._outlets is not None:
-                    self._outlets.checkpoint(item)
+                if self._sinks is not None:
+                    self._sinks.checkpoint(item)
                 continue
             reports = self._note(item, scores)
             with self._progress:
@@ -149,17 +149,17 @@ class Teller(threading.Thread):
         told = {**ranks, **seen, **({"loss": logs[:, names.index("loss")]} if same and "loss" in names else {})}
         reports = _unhealthy(window, scores, facts)
         reports += scores.window(window.last, window.steps, float(facts["seconds"][0]), told)
-        if self._outlets is not None:
+        if self._sinks is not None:
             if not same and not self._warned:
                 self._warned = True
                 warnings.warn("the ranks log different names, and their means are left out; log alike.", stacklevel=1)
-            self._write(self._outlets, window, facts, ranks)
+            self._write(self._sinks, window, facts, ranks)
             for report in reports:
-                self._outlets.report(report)
+                self._sinks.report(report)
         return reports
 
     def _write(
-        self, outlets: Outlets, window: Window, facts: Mapping[str, Floats], ranks: Mapping[str, Floats]
+        self, sinks: RootSinks, window: Window, facts: Mapping[str, Floats], ranks: Mapping[str, Floats]
     ) -> None:
         known = (facts["samples"] > 0).all()
         speed = float((facts["samples"] / facts["seconds"]).sum()) if known else math.nan
@@ -167,7 +167,7 @@ class Teller(threading.Thread):
         line: dict[str, Any] = {"step": window.last, "epoch": window.epoch, "steps": window.steps}
         line |= {"samples_per_s": speed, "logs": self.logs, "ranks": summary(ranks), "grad_norm": norm}
         values = {**self.logs, "samples_per_s": speed, "grad_norm": norm, "step_s": float(lower_median(ranks["step"]))}
-        outlets.window(line, {name: one for name, one in values.items() if math.isfinite(one)})
+        sinks.window(line, {name: one for name, one in values.items() if math.isfinite(one)})
 
 
 def _unhealthy(window: Window, scores: Scores, facts: Mapping[str, Floats]) -> list[Report]:

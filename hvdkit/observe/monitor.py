@@ -1,8 +1,8 @@
 """Sees a training while it runs: what each rank does in a window of steps, told to all ranks, written by the root.
 
 A step leaves a few marks of time. At the end of a window this rank's row, 37 numbers, goes to a second thread
-(``teller``), which gives it to all ranks in one collective while the training goes on. The root alone keeps the history
-(``history``) and tells trackers.
+(``monitor_thread``), which gives it to all ranks in one collective while the training goes on. The root alone keeps
+the history (``history``) and tells trackers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.observe.monitor_thread import MonitorThread
+from hvdkit.observe.root_sinks import RootSinks, checked_command, checked_trackers
+from hvdkit.observe.stragglers import Report
+from hvdkit.observe.windows import MOST_LOGS, Window, samples_of
 from hvdkit.steps import step_times
 from hvdkit.steps.numbers import whole
-from hvdkit.steps.outlets import Outlets, checked_command, checked_trackers
-from hvdkit.steps.stragglers import Report
-from hvdkit.steps.teller import Teller
 from hvdkit.steps.topology import Topology
-from hvdkit.steps.windows import MOST_LOGS, Window, samples_of
 
 EVERY = "HVDKIT_MONITOR_EVERY"
 """Environment variable with the steps of a window, for a monitor that ``hvdkit launch`` asks for."""
@@ -98,9 +98,9 @@ class Monitor(ABC):
         self._on_report = on_report if callable(on_report) else None
         self._every, self._start, self._steps, self._epochs = every, step, steps, epochs
         self._check, self._check_every = check, check_every
-        self._new_outlets = functools.partial(Outlets, where, named, command)
-        self._outlets: Outlets | None = None
-        self._teller: Teller | None = None
+        self._new_sinks = functools.partial(RootSinks, where, named, command)
+        self._sinks: RootSinks | None = None
+        self._thread: MonitorThread | None = None
         self._open = self._iterating = self._by_steps = self._closed = False
         self._asked = self._given = self._wait_before = 0.0
         self._waits: float | None = None
@@ -114,18 +114,18 @@ class Monitor(ABC):
 
     def _place(self, world: Topology) -> None:
         """Begin to watch these ranks, with the next step."""
-        if self._outlets is not None and not world.is_root:
-            self._outlets.close(None)
-        if self._outlets is None or not world.is_root:
-            self._outlets = self._new_outlets() if world.is_root else None
-        self._world, self._teller = world, None
+        if self._sinks is not None and not world.is_root:
+            self._sinks.close(None)
+        if self._sinks is None or not world.is_root:
+            self._sinks = self._new_sinks() if world.is_root else None
+        self._world, self._thread = world, None
         self._window = Window(time.perf_counter())
         self._open = False
 
     @property
     def logs(self) -> dict[str, float]:
         """What was logged in the last window, means of all ranks."""
-        return {} if self._teller is None else self._teller.logs
+        return {} if self._thread is None else self._thread.logs
 
     # What an adapter says in its framework's terms -------------------------------------------------------------------
 
@@ -174,14 +174,14 @@ class Monitor(ABC):
     def asked(self, steps: int = 1) -> None:
         """The next batch is asked for; ``steps`` steps that are open end here."""
         now = time.perf_counter()
-        if self._teller is None:
+        if self._thread is None:
             self._begin(now)
         self._end(now, steps)
         self._asked, self._iterating = now, True
 
     def given(self, batch: Any = None) -> None:
         """The batch is there: the step begins to work."""
-        if self._teller is None:
+        if self._thread is None:
             self._begin(time.perf_counter())
         samples = samples_of(batch)
         self._window.samples += samples
@@ -220,7 +220,7 @@ class Monitor(ABC):
         if self._iterating:
             return
         now = time.perf_counter()
-        if self._teller is None:
+        if self._thread is None:
             self._begin(now)
             self._asked, self._given, self._open = now, now, True
         self._window.apart, self._by_steps = False, True
@@ -230,8 +230,8 @@ class Monitor(ABC):
 
     def saved(self, step: int) -> None:
         """The root has written a checkpoint."""
-        if self._world.is_root and self._teller is not None:
-            self._teller.checkpoint(step)
+        if self._world.is_root and self._thread is not None:
+            self._thread.checkpoint(step)
 
     def wants_norm(self) -> bool:
         """Whether the norm of this step's gradient is to be told."""
@@ -253,9 +253,9 @@ class Monitor(ABC):
         self._used = self._processor.spent()
         gather = functools.partial(self._gather, name=self._name)
         keeps = self._on_report is not None
-        self._teller = Teller(self._world.size, gather, self._device_bytes, self._outlets, keeps=keeps)
+        self._thread = MonitorThread(self._world.size, gather, self._device_bytes, self._sinks, keeps=keeps)
         facts = {"world_size": self._world.size, "steps": self._steps, "epochs": self._epochs}
-        self._teller.begin(self.step, facts)
+        self._thread.begin(self.step, facts)
 
     def _end(self, now: float, steps: int, *, told: bool = True) -> None:
         if not self._open:
@@ -271,35 +271,35 @@ class Monitor(ABC):
         window.epoch = self.epoch
         self.step += steps
         self._open = False
-        if told and window.steps >= self._every and self._teller is not None:
-            self._hand_over(self._teller, now)
+        if told and window.steps >= self._every and self._thread is not None:
+            self._hand_over(self._thread, now)
 
-    def _give(self, teller: Teller, now: float) -> int:
+    def _give(self, thread: MonitorThread, now: float) -> int:
         """Give the window to the second thread; its number."""
         window, self._window = self._window, Window(now)
         before, self._used, self._wait_before = self._used, self._processor.spent(), 0.0
         window.used = tuple(end - begin for begin, end in zip(before, self._used, strict=True))  # type: ignore[assignment]
         window.seconds, window.last = now - window.begun, self.step
         window.parameters = dict(self._parameters())
-        return teller.window(window)
+        return thread.window(window)
 
-    def _hand_over(self, teller: Teller, now: float) -> None:
-        number = self._give(teller, now)
+    def _hand_over(self, thread: MonitorThread, now: float) -> None:
+        number = self._give(thread, now)
         if self._on_report is not None:
-            self._tell(self._on_report, teller, number - 1)
+            self._tell(self._on_report, thread, number - 1)
         if self._check is not None and number % self._check_every == 0:
             self._check()
 
-    def _tell(self, call: Callable[[Report], None], teller: Teller, windows: int) -> None:
+    def _tell(self, call: Callable[[Report], None], thread: MonitorThread, windows: int) -> None:
         """Give reports of the windows up to this one, on every rank after the same step."""
-        for report in teller.reports(windows, _REPORT_S):
+        for report in thread.reports(windows, _REPORT_S):
             call(report)
 
     # Elastic trainings -----------------------------------------------------------------------------------------------
 
     def done(self) -> int | None:
         """Steps that are done, with one that is about to end; None where that is not known yet."""
-        return self._start if self._teller is None else self.step + self._open
+        return self._start if self._thread is None else self.step + self._open
 
     def go_to(self, step: int | None, epoch: int) -> None:
         """Go on after so many steps; None: where it began."""
@@ -308,8 +308,8 @@ class Monitor(ABC):
 
     def follow(self, world: Topology) -> None:
         """The ranks are others now: what was on its way is lost, and the history goes on."""
-        if self._teller is not None:
-            self._teller.end(_CLOSING_S)
+        if self._thread is not None:
+            self._thread.end(_CLOSING_S)
         self._place(world)
 
     def __enter__(self) -> Any:
@@ -334,18 +334,18 @@ class Monitor(ABC):
         self._closed = True
         atexit.unregister(self._at_exit)
         step_times.MONITORS.remove(self)
-        teller, end = self._teller, None
-        if teller is not None:
+        thread, end = self._thread, None
+        if thread is not None:
             if not self._by_steps:
                 self._end(time.perf_counter(), 1, told=False)
             if self._window.steps and not failed:
-                self._give(teller, time.perf_counter())  # no check, which would wait for ranks that may train on
-            if teller.end(_CLOSING_S) and not failed:
+                self._give(thread, time.perf_counter())  # no check, which would wait for ranks that may train on
+            if thread.end(_CLOSING_S) and not failed:
                 end = self.step
                 if self._on_report is not None:
-                    self._tell(self._on_report, teller, sys.maxsize)
-        if self._outlets is not None:  # trackers may hold files, or a run that counts as running
-            self._outlets.close(end, failed=failed)
+                    self._tell(self._on_report, thread, sys.maxsize)
+        if self._sinks is not None:  # trackers may hold files, or a run that counts as running
+            self._sinks.close(end, failed=failed)
 
 
 def _name() -> str:

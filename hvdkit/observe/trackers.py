@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps.progress import Progress
+from hvdkit.observe.progress import Progress
 
 
 class Tracker(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.lateness import DOING, STEADY, Floats, computes_itself, lower_median, named, why
+from hvdkit.observe.lateness import DOING, STEADY, Floats, computes_itself, lower_median, named, why
 from hvdkit.steps.ranks import name_ranks
 
 LASTING = 3

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import trackers as named_trackers
-from hvdkit.steps.history import History
-from hvdkit.steps.stragglers import Report
+from hvdkit.observe import trackers as named_trackers
+from hvdkit.observe.history import History
+from hvdkit.observe.stragglers import Report
 
 
-class Outlets:
+class RootSinks:
     """The root's; no failure of theirs ends a training.
 
     Args:

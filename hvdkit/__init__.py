@@ -21,7 +21,7 @@ from hvdkit.errors import (
 )
 from hvdkit.steps.topology import Topology
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AgreementError",

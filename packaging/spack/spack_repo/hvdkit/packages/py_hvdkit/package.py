@@ -10,12 +10,12 @@ from spack.package import *
 class PyHvdkit(PythonPackage):
     """The eight steps of data-parallel training with Horovod, and the tools around them."""
 
-    pypi = "hvdkit/hvdkit-0.2.0.tar.gz"
+    pypi = "hvdkit/hvdkit-0.3.0.tar.gz"
 
     license("Apache-2.0")
 
-    # Without a checksum Spack installs a checkout only: spack develop --path DIR py-hvdkit@0.2.0
-    version("0.2.0")
+    # Without a checksum Spack installs a checkout only: spack develop --path DIR py-hvdkit@0.3.0
+    version("0.3.0")
 
     variant("mpi", default=True, description="Ranks over MPI, and hvdkit.arrays")
 

@@ -154,7 +154,7 @@ def test_what_a_rank_has_written_arrives_though_an_order_comes_late_and_the_read
 
 
 WITHOUT_NETWORK = """
-import os, subprocess, sys
+import os, subprocess, sys, time
 from hvdkit.run.launch import peer, rank
 from hvdkit.steps import secret
 
@@ -179,6 +179,7 @@ found.order(found.nonce)
 while not found.shake_hands(found.receive(), key):
     pass
 found.receive()
+time.sleep(0.5)  # what it has said is acknowledged late
 link("down")
 print(process.wait(30), os.read(reader, 1))
 """

@@ -57,14 +57,10 @@ _SAID_BYTES = 1 << 16
 """The end of what the launcher writes, in which a host that it lost is looked for."""
 _FILES = 100
 """Open files beside the connections to the ranks."""
-
 AWAITED_S = 6.0
 """Seconds that a rank waits in ``init`` until those that live and have not come are named."""
-
 _REPORT_S = 0.3
 """Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
-
-_BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
 
 def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobEnd:
@@ -513,7 +509,7 @@ class _Job:
             self._shown.say(f"interrupted by {signal_name(self._signal)}; {every_process}{late}.")
             return 128 + self._signal
         if self._shown.unread:
-            return _BROKEN_PIPE_STATUS
+            return 128 + signal.SIGPIPE
         status = self._launcher.returncode
         as_shell = status if status >= 0 else 128 - status
         ends = [] if self._plan.elastic else self._ends

@@ -15,6 +15,7 @@ import pytest
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch import supervise
 from hvdkit.run.launch.model import LaunchPlan
+from hvdkit.run.launch.outcome import first_failure
 from hvdkit.run.launch.peer import Peer, Signals
 from hvdkit.steps import secret
 
@@ -70,6 +71,16 @@ def test_ranks_and_launchers_that_do_not_end_are_killed_within_ten_seconds_of_a_
     it.job._timers.run()
     asked, killed = it.at(wire.STOP), it.at(signal.SIGKILL)
     assert asked and killed and min(asked) < min(killed) <= 9.0
+
+
+def test_a_rank_whose_worker_was_killed_is_the_cause_though_it_learns_that_from_horovod(watched):
+    it = watched()
+    it.ranks[1].killed_workers.append((2**22 + 9, signal.SIGKILL))
+    for rank in it.ranks[:2]:
+        rank.errors.feed(b"HorovodInternalError: Horovod has been shut down\n")
+        it.job._on_rank_end(rank, 1, False, rank.pid, False, 0)
+    failure = first_failure(it.job._ends)
+    assert failure.rank == 1 and "had been killed by SIGKILL" in it.job._worker_of(failure)
 
 
 def test_a_peer_that_has_not_said_who_it_is_is_hung_up_and_no_process_group_is_killed(watched):

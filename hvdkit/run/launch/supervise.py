@@ -287,7 +287,9 @@ class _Job:
         if peer.rank is None:
             return
         self._shown.errors(peer, peer.errors.close())
-        end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid, peer.host)
+        # Whose worker was killed may find that only in an allreduce, which the others have given up by then.
+        knock_on = peer.errors.knock_on and not peer.killed_workers
+        end = RankEnd(peer.rank, status, told, knock_on, pid, peer.host)
         peer.end = replace(end, out_of_memory=killed, limit=limit)
         self._ends.append(peer.end)
         if status == 0 or self._plan.elastic:

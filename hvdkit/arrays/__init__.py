@@ -208,7 +208,7 @@ def shard(
             on disk. Batches are tuples of NumPy arrays.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
-        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch has the samples' weights w, float64 (m,), as its last array: the mean of w * loss on each rank
             averages to the mean over the global batch.
         shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.

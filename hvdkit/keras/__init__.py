@@ -245,7 +245,7 @@ def shard(
             ``hvdkit.tensorflow.shard`` says, on every backend; on jax over mpi4py only arrays are.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
-        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)`` and Keras weighs the losses by w (m,). That is exact for losses reduced by
             "sum_over_batch_size", Keras' default; on several ranks ``fit`` refuses "sum" and
             "mean_with_sample_weight", which would divide the weights out again. Without y a batch is ``(x, None, w)``,

@@ -16,7 +16,7 @@ def steps_per_epoch(n_samples: int, batch_size: int, world: Topology, remainder:
         n_samples: samples in the whole data set, before sharding, >= 1.
         batch_size: samples per step on one rank, >= 1.
         world: the job; only ``size`` is used.
-        remainder: "drop" leaves the ragged end of the epoch out, "pad" and "exact" take one more step for it.
+        remainder: "drop" leaves the last partial batch of the epoch out, "pad" and "exact" take one more step for it.
     Returns:
         floor(n_samples / (batch_size * size)) for "drop", else the ceiling.
     Raises:

@@ -45,7 +45,7 @@ class Shard:
         n_samples: samples in the whole data set.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
-        remainder: what becomes of the ragged end of the epoch. "drop" leaves it out (a different end each epoch);
+        remainder: what becomes of the last partial batch. "drop" leaves it out (a different end each epoch);
             "pad" fills the last step with samples from the start of the order; "exact" uses every sample once, split
             as evenly as possible over the ranks, with weights w = m_k * n / m, so that the mean over the ranks of
             the mean of w * loss is the mean over the global batch. A rank without a sample in the last step gets

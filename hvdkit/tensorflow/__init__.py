@@ -247,7 +247,7 @@ def shard(
             ``from_tensor_slices`` made, with nothing behind it, counts as its arrays.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
-        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)``, w (m,), for ``weighted_loss``. w is float64 where the first floating part of
             a sample is, else float32. Of a stream all ranks take as many steps: before each, and while the one before
             computes, they ask each other who has samples left.

@@ -287,7 +287,7 @@ def shard(
             ``DataLoader``: its data set, batch size and options are taken, and what is given here goes before them.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank; default: that of the ``DataLoader``.
-        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
             but a tensor, dict, named tuple or object is ``(batch, w)``. Default: "drop"; of a ``DataLoader`` without
             ``drop_last`` "pad", as ``DistributedSampler`` does it.

@@ -35,7 +35,7 @@ from hvdkit.torch.stream_sources import EVERY_NTH, known_rank, this_ranks_part
 
 _INSTEAD = {
     "batch_sampler": "shard makes the batches; give what draws the samples as sampler=",
-    "drop_last": "say what becomes of the ragged end with remainder=",
+    "drop_last": "say what becomes of the last partial batch with remainder=",
 }
 
 _MOST_DRAWS = 2**31  # without an end, as in minGPT's num_samples=int(1e10), they would fill the memory

@@ -1,4 +1,4 @@
-"""Training with n processes is the same computation as one process with the n-fold batch, ragged end included."""
+"""Training with n processes is the computation of one process with the n-fold batch, last partial batch included."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from hvdkit.steps.shards import Shard
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 RANKS = (2, 3, 4)
 FEW = (2, 3)
-"""For what does not depend on how many ranks share the ragged end."""
+"""For what does not depend on how many ranks share the last partial batch."""
 OVER_MPI = {("torch", 2), ("torch", 4), ("tensorflow", 2), ("keras", 2)}
 SAMPLES, GLOBAL_BATCH, EPOCHS = 53, 12, 3
 TWO_EACH = 56  # leaves a rank of 4 two samples at the end: one alone has no variance

@@ -73,7 +73,7 @@ def test_mpi_gives_the_same(hk, world, everyone, alone):
 
 
 def train_exact(hk: Any, world: Any) -> tuple[list[float], list[float]]:
-    """Three epochs with a ragged end, and metrics of all samples."""
+    """Three epochs with a last partial batch, and metrics of all samples."""
     import keras
 
     model = make_model()

@@ -1,4 +1,4 @@
-"""What people give ``hvdkit.keras.shard`` and ``fit``, on real ranks, against one process on the union batch."""
+"""What people give ``hvdkit.keras.shard`` and ``fit``, on real ranks, against one process on the global batch."""
 
 import warnings
 from typing import Any

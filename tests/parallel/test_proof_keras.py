@@ -228,7 +228,7 @@ def test_evaluation_is_that_of_one_process(hk, world, everyone, own):
 
 @on_ranks(*KERAS)
 def test_a_filler_is_not_in_the_logs_and_its_weight_cannot_be_undone(hk, world):
-    """A ragged end with a filler on rank 1; and losses that would undo the weights."""
+    """A last partial batch with a filler on rank 1; and losses that would undo the weights."""
     import keras
 
     odd = (X[:33], Y[:33])

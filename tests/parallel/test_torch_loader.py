@@ -105,7 +105,7 @@ def own_numbers(world: Any) -> range:
 
 
 def require_each_once(taken: list[list[tuple[list[int], list[float]]]], expected: list[int]) -> None:
-    """``taken``: by rank and step, numbers and weights. Each sample once, and the weights those of the union batch."""
+    """``taken``: by rank and step, numbers and weights. Each sample once, and the weights those of the global batch."""
     assert len({len(steps) for steps in taken}) == 1
     seen = []
     for step in zip(*taken, strict=True):

@@ -112,7 +112,7 @@ class Launch:
         found = []
         for directory in Path("/proc").glob("[0-9]*"):
             try:
-                command_line = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command_line = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue  # it has just ended
             if self.mark in command_line:

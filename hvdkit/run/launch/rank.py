@@ -358,7 +358,7 @@ class _Rank:
             if number in ENDING:
                 if self._all_are_signalled and not self._asked_to_end:
                     self._asked_to_end.update(descendants())
-                self._end(self._launcher_grace_s, by_order=False, may_leave=False)
+                self._end(self._launcher_grace_s if self._connected else 0.0, by_order=False, may_leave=False)
             elif number in PASS_ON:
                 if not self._all_are_signalled:
                     self._pass_on(number)
@@ -419,8 +419,11 @@ class _Rank:
         return retransmits >= _RETRANSMITTED
 
     def _lose_connection(self) -> None:
+        # Where the launcher ends the ranks, too, hvdkit launch was killed: the launcher soon kills this process, and
+        # nobody would be left to end what the command started.
+        by_launcher = self._told_to_end and not self._by_order
         self._connected = False
-        self._end(STOP_GRACE_S)
+        self._end(0.0 if by_launcher else STOP_GRACE_S)
 
     def _watch_signals(self) -> None:
         self._wakeup, wakeup_end = socket.socketpair()

@@ -100,14 +100,17 @@ class AllreduceCounts:
 
     def leave(self) -> None:
         """Show the others a last time how far this rank has come, and watch no more, on all ranks."""
+        self._leave(_LEAVE_S)
+
+    def _leave(self, within_s: float | None) -> None:
         if self._thread is not None and self._is_watching():
             self._leaves = True
             self._told.set()
-            self._thread.join(_LEAVE_S)
+            self._thread.join(within_s)
 
     def _leaving_before(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def join(*arguments: Any, **options: Any) -> Any:
-            self.leave()  # what is on its way when a rank joins, Horovod would end without the others
+            self._leave(within_s=None)  # Horovod ends where others begin an allgather without a rank that has joined
             return plain(*arguments, **options)
 
         join.hvdkit_plain = plain  # type: ignore[attr-defined]

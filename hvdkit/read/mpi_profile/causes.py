@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from hvdkit.common.units import bytes_text, duration_text, share_text
+from hvdkit.observe import lateness
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import CONTROL, PAYLOAD, Profile, RankProfile
+from hvdkit.steps.ranks import name_ranks
 
 SMALL = 64 * 1024
 """Bytes below which an allreduce mostly takes its latency, not its bytes."""
@@ -124,7 +128,7 @@ def _waiting(shown: RankProfile) -> Cause | None:
 
 
 def _late(profile: Profile, shown: RankProfile) -> Cause | None:
-    """Collectives end together: the rank that spends the least time in them mostly comes last.
+    """Collectives end together: the ranks that spend the least time in them mostly come last.
 
     Not so where Horovod negotiates in its own thread first: then nobody waits in the collectives themselves.
     """
@@ -134,13 +138,16 @@ def _late(profile: Profile, shown: RankProfile) -> Cause | None:
     over = measures.spread(times)
     if over.imbalance < _UNEVEN:
         return None
-    lost = over.most - over.least if len(times) == 2 else max(0.0, over.median - over.least)
+    behind = lateness.costs(-np.array([times[rank] for rank in sorted(times)])[:, None])
+    costs = dict(zip(sorted(times), behind.tolist(), strict=True))
+    ranks = lateness.to_blame(costs) or (over.least_rank,)
     evidence = (
         f"time in MPI: rank {over.least_rank} {duration_text(1e6 * over.least)}, median "
         f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}"
     )
-    what = f"Rank {over.least_rank} mostly comes last to the collectives, and the others wait for it."
-    return _of_job("late", lost, shown, evidence, what, WHY_LATE, (over.least_rank,))
+    come, for_whom = ("comes", "it") if len(ranks) == 1 else ("come", "them")
+    what = f"{name_ranks(ranks).capitalize()} mostly {come} last to the collectives, and the others wait for {for_whom}."
+    return _of_job("late", sum(costs[rank] for rank in ranks), shown, evidence, what, WHY_LATE, ranks)
 
 
 @dataclass(frozen=True, slots=True)

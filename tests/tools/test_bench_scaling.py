@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from bench_machine import Machine, fitting, saved, use
 from bench_machine import run_bench as bench
+from explain_jobs import Job
 
 from hvdkit import cli
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench.analysis import ScalingRow, causes
+from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, causes, otherwise
 from hvdkit.measure.bench.jobs import order
 from hvdkit.measure.bench.measurement import measure
 from hvdkit.measure.bench.subject import ScalingAsked, commit
@@ -39,7 +40,7 @@ def start(tmp_path, monkeypatch):
 # What it finds
 
 
-def test_a_injected_serial_fraction_comes_back_within_its_interval(start):
+def test_an_injected_serial_fraction_comes_back_within_its_interval(start):
     inside = 0
     for seed in range(20):
         start(Machine(amdahl, noise=0.01, seed=seed))
@@ -53,7 +54,7 @@ def test_a_injected_serial_fraction_comes_back_within_its_interval(start):
     assert inside >= 16
 
 
-def test_a_injected_serial_fraction_of_weak_scaling_comes_back(start):
+def test_an_injected_serial_fraction_of_weak_scaling_comes_back(start):
     start(Machine(lambda n: 0.01 * n / (SERIAL + (1 - SERIAL) * n), noise=0.002))
     assert bench("--weak") == 0
     (fit,) = [fit for fit in saved()["summary"]["fits"] if fit["name"] == "Gustafson"]
@@ -137,6 +138,16 @@ def test_the_rank_whose_input_sleeps_in_two_of_three_batches_is_named(marks):
     cause = causes([ScalingRow(2, 1, 0, False, step_s=found.step_s, causes=found.causes)])[0]
     assert (cause.kind, cause.ranks) == ("input", (1,)) and cause.what == "Rank 1 waits for its input."
     assert cause.lost_s == pytest.approx(0.020 * 2 / 3, rel=0.05)
+
+
+def test_without_a_cause_the_limits_are_said():
+    """An allreduce of 17 % of a step is no cause, and more than the 2 % from which on one is named."""
+    job = Job()
+    job.exchange = 0.0044
+    found = measure(job.times(), 4, 0.0, 5)
+    assert found.parts.communication / found.step_s == pytest.approx(0.17, abs=0.01) and found.causes == ()
+    row = ScalingRow(4, 1, 0, False, step_s=found.step_s, causes=found.causes)
+    assert "the allreduce from 20%" in otherwise(ScalingSummary("weak", results.STEPS, (row,), (), ()))
 
 
 def test_a_step_is_as_long_as_that_of_its_slowest_rank():

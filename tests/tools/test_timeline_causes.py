@@ -7,7 +7,7 @@ from timeline_files import ATPESC, allreduce, metadata, write
 from hvdkit.cli import run
 from hvdkit.read.causes import dearest_first
 from hvdkit.read.timeline import summarize
-from hvdkit.read.timeline.causes import causes
+from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import (
     Bandwidth,
@@ -128,6 +128,13 @@ def test_a_cause_says_what_it_is_and_the_setting(kind):
 @pytest.mark.parametrize("kind", CASES)
 def test_a_cause_that_costs_little_is_not_said(kind):
     assert worth(CASES[kind][1]) == []
+
+
+def test_without_a_cause_the_limits_are_said():
+    """9 % in collectives and 6 % of negotiation are no cause, and more than the 2 % from which on one is named."""
+    summary = steps(communication=every(10_000.0), negotiation=6000.0)
+    assert worth(summary) == []
+    assert "collectives and negotiation from 10%" in otherwise(summary)
 
 
 @pytest.mark.parametrize("field", ["steps", "batches", "bandwidth", "cycle", "skew"])

@@ -8,8 +8,10 @@ from trace_files import allocation, data, event, gloo, kernel, step, wait, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.causes import dearest_first
 from hvdkit.read.timeline.measures import common, joined, length, without
 from hvdkit.read.trace import summarize
+from hvdkit.read.trace.causes import otherwise
 
 
 def times(path, *events):
@@ -86,6 +88,17 @@ def test_a_gpu_that_computes_or_communicates_nearly_always_is_not_idle(tmp_path)
     found = summarize([write(tmp_path / "t.json", step(0, 0, 40), event("aten::item", 1, 38), *busy)])
     check(found.ranks[0].gpu, idle=2)
     assert not any(one.kind == "idle-gpu" for one in found.causes)
+
+
+def test_without_a_cause_the_limits_are_said(tmp_path):
+    """Communication of 9 % of a step is no cause, and more than the 2 % from which on a late rank is one."""
+    paths = [
+        write(tmp_path / f"trace-{rank}-of-2.json", step(0, 0, 100), event("aten::mm", 0, 91), gloo(91, 9))
+        for rank in range(2)
+    ]
+    found = summarize(paths)
+    assert not dearest_first(found.causes)
+    assert "collectives and an idle GPU from 10%" in otherwise(found)
 
 
 def test_gpus_streams_and_copies(tmp_path):

@@ -16,7 +16,8 @@ from hvdkit.common.units import change_text, count_text, ranks_text, share_text
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.measurement import Parts, Slowest
 from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, ScalingResults
-from hvdkit.read.causes import WORTH_SAYING, Cause, dearest_first
+from hvdkit.read.causes import Cause, dearest_first
+from hvdkit.read.explain.step_causes import NOTHING_FOUND
 
 _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
@@ -226,4 +227,4 @@ def otherwise(analysis: ScalingSummary) -> str:
         )
     if not any(row.causes is not None for row in analysis.rows):
         return "It cannot tell which rank is late: there are no ten steps of several ranks."
-    return f"Nothing that these steps show costs {share_text(WORTH_SAYING)} of a step or more."
+    return NOTHING_FOUND

@@ -27,6 +27,11 @@ _LEAST = {
     "event": 0.04, "exchange": 0.2,
 }  # fmt: skip
 """Shares of a step from which on a cause is believed; what is below, jobs with nothing wrong reach by chance."""
+NOTHING_FOUND = (
+    f"No cause was found: a straggler counts from {share_text(_LEAST['late'])} of a step, input of all ranks from "
+    f"{share_text(_LEAST['input-everywhere'])}, the allreduce from {share_text(_LEAST['exchange'])}."
+)
+"""What is said of steps without a cause."""
 _MOST_CAUSES = 8
 _OTHERS = 1 / 3
 """Part of a slow rank's wait for its input from which on the others' wait is no accident."""

@@ -38,7 +38,8 @@ def otherwise(summary: TimelineSummary) -> str:
         return "It cannot tell: there are no whole steps in the recording (no tensor is reduced three times)."
     idle, step = steps.idle.p50, steps.duration.p50
     return (
-        f"Nothing that Horovod does costs {share_text(WORTH_SAYING)} or more; for {duration_text(idle)} of a step of "
+        f"No cause was found: late ranks and many small tensors count from {share_text(WORTH_SAYING)} of a step, other "
+        f"collectives and negotiation from {share_text(_MOST_HIDDEN)}. For {duration_text(idle)} of a step of "
         f"{duration_text(step)} ({share_text(idle / step)}) no tensor was announced or reduced: input and computation."
     )
 

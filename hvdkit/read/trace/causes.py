@@ -30,8 +30,8 @@ def otherwise(summary: TraceSummary) -> str:
         rank.times.window or 1 for rank in summary.ranks
     )
     return (
-        f"Nothing that these traces show costs {share_text(WORTH_SAYING)} or more; {share_text(share)} of the time is "
-        "computation."
+        f"No cause was found: late ranks count from {share_text(WORTH_SAYING)} of a step, loading on all ranks, "
+        f"collectives and an idle GPU from {share_text(_MUCH)}. {share_text(share)} of the time is computation."
     )
 
 

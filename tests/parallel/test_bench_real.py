@@ -69,7 +69,7 @@ def test_a_rank_that_computes_longer_is_shown_as_wait_of_the_other(tmp_path, env
     content = json.loads((tmp_path / "r.json").read_text())
     alone, two = content["summary"]["rows"]
     assert alone["parts"]["wait"] == 0
-    assert two["slowest"]["rank"] == 1
+    assert two["causes"][0]["ranks"] == [1]
     assert two["parts"]["wait"] > 0.02
     assert two["parts"]["communication"] is not None
     assert sum(two["parts"].values()) == pytest.approx(two["step_s"], rel=0.05)

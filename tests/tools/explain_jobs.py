@@ -79,7 +79,8 @@ class Job:
         (directory / "steps").mkdir(parents=True)
         for rank in self.times():
             head = {"hvdkit": "step times", "version": 1, "rank": rank.rank, "host": rank.host}
-            steps = [[step.asked, step.given, step.ready, step.ended] for step in rank.steps]
+            used = [None] * 3
+            steps = [[step.asked, step.given, step.ready, step.ended, step.arrived, *used] for step in rank.steps]
             cores = {name: getattr(rank.cores, name) for name in ("steps", "ran", "queued", "of_all")}
             text = "".join(f"{json.dumps(line)}\n" for line in [head, *steps, cores])
             (directory / "steps" / f"rank-{rank.rank}.jsonl").write_text(text)

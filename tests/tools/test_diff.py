@@ -3,6 +3,7 @@
 import json
 
 import emulate_results
+import explain_jobs
 import mpi_profile_files
 import numpy as np
 import pytest
@@ -88,8 +89,8 @@ def benched(path, seconds, noise=0.01, repeats=5, mode="strong", asked=None, par
             took = float(mean * np.exp(rng.normal(0, noise)))
             steps = None
             if parts is not None:
-                each = Parts(parts["input"], took / 10 - sum(parts.values()), parts["communication"], 0.0)
-                steps = JobSteps(10, took / 10, took / 10, took / 10, 1.0, took / 10, each, None)
+                each = Parts(0.0, parts["input"], took / 10 - sum(parts.values()), parts["communication"], 0.0)
+                steps = JobSteps(10, took / 10, 1.0, took / 10, each)
             jobs.append(bench.MeasuredJob(n, repeat, 1.0, took, steps))
     environment = replace(WithCommit("1", "3.11", "Linux", {}, 4, None), **where)
     ranks = tuple(sorted({*seconds, *(asked or ())}))
@@ -193,6 +194,24 @@ def test_of_traces_the_operator_and_what_communication_exposes(tmp_path):
     for rank in (0, 1):
         trace(tmp_path / "two" / f"trace-{rank}-of-2.json", [20])
     assert "Of 2 traces" in " ".join(diff(tmp_path / "two", a).notes)
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["ready", "one validation"])
+def test_a_pause_between_steps_is_no_allreduce(tmp_path, ready):
+    """Also where one step, a validation, says nothing of its gradients: then the others' parts are still told."""
+    healthy, paused = explain_jobs.Job(), explain_jobs.Job()
+    explain_jobs.pause_of_all(paused)
+    for name, one in (("a", healthy), ("b", paused)):
+        one.exact = True
+        one.write(tmp_path / name)
+        for path in (tmp_path / name / "steps").iterdir() if not ready else ():
+            *lines, last, cores = path.read_text().splitlines()
+            asked, given, _, *more = json.loads(last)
+            path.write_text("\n".join([*lines, json.dumps([asked, given, None, *more]), cores, ""]))
+    parts = changes(diff(tmp_path / "a", tmp_path / "b"), "part")
+    assert parts["between steps"].explains_s == pytest.approx((4 if ready else 3) / 195, rel=0.02)
+    assert all(abs(one.explains_s) < 1e-4 for name, one in parts.items() if name != "between steps")
+    assert {"wait for slower ranks", "allreduce and update"} <= parts.keys()
 
 
 def test_of_mpi_profiles_the_routine_by_medians_over_the_ranks(tmp_path):

@@ -12,17 +12,15 @@ from msgspec.structs import replace
 from hvdkit.common import intervals
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
-from hvdkit.common.units import change_text, count_text, ranks_text, share_text
+from hvdkit.common.units import count_text, ranks_text, share_text
 from hvdkit.measure.bench import laws
-from hvdkit.measure.bench.measurement import Parts, Slowest
+from hvdkit.measure.bench.measurement import Parts
 from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, ScalingResults
 from hvdkit.read.causes import Cause, dearest_first
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 
 _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
-_TOLERANCE = 0.05
-"""How far the parts may be off the time of a step, as a share of it."""
 
 
 class ScalingRow(Part, frozen=True):
@@ -37,7 +35,7 @@ class ScalingRow(Part, frozen=True):
             job counts, as are the next two.
         speedup: work per second compared with the smallest number of ranks.
         efficiency: speed-up divided by how many times as many ranks there are.
-        step_s, parts, slowest, causes: of the repeat with the median step; None without recorded steps.
+        step_s, parts, causes: of the repeat with the median step; None without recorded steps.
         startup_s, first_step_s: medians of the repeats; None without recorded steps.
     """
 
@@ -52,7 +50,6 @@ class ScalingRow(Part, frozen=True):
     startup_s: float | None = None
     first_step_s: float | None = None
     parts: Parts | None = None
-    slowest: Slowest | None = None
     causes: tuple[Cause, ...] | None = None
 
 
@@ -70,7 +67,7 @@ class ScalingSummary(Document, frozen=True):
     """
 
     kind = "bench-summary"
-    schema = 3
+    schema = 4
     written_by = "hvdkit bench show --json"
 
     mode: str
@@ -94,7 +91,7 @@ def analyse(results: ScalingResults) -> ScalingSummary:
         *results.notes,
         *_notes_of_jobs(results, samples),
         *_notes_of_noise(results, samples, rng),
-        *_notes_of_models(rows, fits),
+        *_notes_of_models(fits),
     )
     found = tuple(dearest_first(causes(rows)))
     return ScalingSummary(results.asked.mode, results.measure, rows, fits, notes, causes=found)
@@ -128,7 +125,6 @@ def _row(
         startup_s=statistics.median(one.startup_s for one in steps),
         first_step_s=statistics.median(one.first_step_s for one in steps),
         parts=middle.parts,
-        slowest=middle.slowest,
         causes=middle.causes,
     )
 
@@ -186,8 +182,8 @@ def _notes_of_noise(
             )
 
 
-def _notes_of_models(rows: Sequence[ScalingRow], fits: Sequence[laws.Fit]) -> Iterator[str]:
-    """Laws that do not describe what was measured, or cannot be tested; parts that miss their step."""
+def _notes_of_models(fits: Sequence[laws.Fit]) -> Iterator[str]:
+    """Laws that do not describe what was measured, or cannot be tested."""
     for fit in fits:
         ranks, worst = max(fit.residuals.items(), key=lambda item: abs(item[1]))
         if abs(worst) > _BAD_FIT:
@@ -201,16 +197,6 @@ def _notes_of_models(rows: Sequence[ScalingRow], fits: Sequence[laws.Fit]) -> It
             f"{' and '.join(exact)}: as many parameters as points, so that the fit passes through them whatever the "
             "truth is; measure at more numbers of ranks to test it."
         )
-    for row in rows:
-        if row.parts is None or row.step_s is None:
-            continue
-        parts = row.parts
-        off = (parts.input + parts.compute + (parts.communication or 0.0) + parts.wait) / row.step_s - 1
-        if abs(off) > _TOLERANCE:
-            yield (
-                f"On {ranks_text(row.ranks)} the parts of a step do not add up to it: their sum is {change_text(off)} "
-                "off, so that at least one of them is wrong."
-            )
 
 
 def causes(rows: Sequence[ScalingRow]) -> list[Cause]:

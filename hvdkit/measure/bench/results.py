@@ -54,11 +54,12 @@ class ScalingResults(Document, frozen=True):
         launches: for each number of ranks.
         notes: what a reader of the numbers should know, full sentences.
         jobs: in the order in which they ran.
-        summary: what follows from the jobs, as "bench-summary" without its head; None while one runs. Nobody reads it.
+        summary: what follows from the jobs, as "bench-summary" without its head; None while one runs.
+            ``hvdkit explain`` reads its causes.
     """
 
     kind = "bench-scaling"
-    schema = 2
+    schema = 3
     written_by = "hvdkit bench scaling"
 
     asked: ScalingAsked

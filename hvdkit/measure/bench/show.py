@@ -15,7 +15,7 @@ from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, otherwise
 from hvdkit.measure.bench.results import STEPS
 from hvdkit.read.causes import verdict
 
-_PARTS = ("ranks", "step ms", "input", "compute", "communication", "wait", "start-up s", "first step s")
+_PARTS = ("between", "input", "compute", "communication", "wait")
 _SIZE = (6.0, 8.0)
 _BLUE, _RED = "#0072b2", "#d55e00"
 
@@ -32,8 +32,7 @@ def _csv_row(row: ScalingRow) -> dict[str, object]:
     for name in ("seconds", "speedup", "efficiency"):
         found |= table.ends(name, getattr(row, name))
     found |= {name: getattr(row, name) for name in ("step_s", "startup_s", "first_step_s")}
-    found |= {f"{name}_s": getattr(row.parts, name, None) for name in ("input", "compute", "communication", "wait")}
-    return found | {f"slowest_{name}": getattr(row.slowest, name, None) for name in ("rank", "share")}
+    return found | {f"{name}_s": getattr(row.parts, name, None) for name in _PARTS}
 
 
 def tables(analysis: ScalingSummary) -> list[Table]:
@@ -54,10 +53,10 @@ def tables(analysis: ScalingSummary) -> list[Table]:
     with_parts = [(row, row.parts) for row in analysis.rows if row.parts is not None]
     if with_parts:
         inside = any(parts.communication is None for _, parts in with_parts)
-        what = "compute holds communication and wait for ranks that were slow inside a step" if inside else "mean ms"
+        what = "compute holds communication and the wait for ranks that compute longer" if inside else "mean ms"
         lines = []
         for row, parts in with_parts:
-            steps = (row.step_s, parts.input, parts.compute, parts.communication, parts.wait)
+            steps = (row.step_s, *(getattr(parts, name) for name in _PARTS))
             begin = (row.startup_s, row.first_step_s)
             lines.append(
                 [
@@ -66,7 +65,8 @@ def tables(analysis: ScalingSummary) -> list[Table]:
                     *(None if seconds is None else f"{seconds:.3g}" for seconds in begin),
                 ]
             )
-        found.append(Table(f"Where a step goes ({what})", _PARTS, lines))
+        headings = ("ranks", "step ms", *_PARTS, "start-up s", "first step s")
+        found.append(Table(f"Where a step goes ({what})", headings, lines))
     if analysis.fits:
         columns = ("fit", "parameters", "residuals")
         lines = []

@@ -21,6 +21,7 @@ from hvdkit.common.units import bytes_text, count_text, printable, ranks_text
 from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.sources import LAUNCH, STEPS
+from hvdkit.read.explain.step_table import table
 from hvdkit.read.mpi_profile import measures as mpi_measures
 from hvdkit.read.mpi_profile import reading as mpi_reading
 from hvdkit.read.mpi_profile.model import PURPOSES
@@ -35,8 +36,6 @@ from hvdkit.steps import step_files
 
 Floats = NDArray[np.float64]
 STEP = "step"
-_WARMUP = 5
-"""First steps that are left out where there are four times as many; else the first one alone is."""
 _MONITORED = ("step", "input", "compute", "wait")
 _US = 1e-6
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
@@ -94,36 +93,23 @@ def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
     Raises:
         DataError: a file that is not what a rank writes, or fewer than three steps.
     """
-    ranks = step_files.read(sources[STEPS][0].parent)
-    count = min(len(rank.steps) for rank in ranks)
-    if count < 3:
-        raise DataError(f"{printable(str(path))} holds the times of {count} steps of a rank; record at least 3.")
-    kept = slice(_WARMUP if count >= 4 * _WARMUP else 1, count)
-    moments = np.array(
-        [
-            [(one.asked, one.given, np.nan if one.ready is None else one.ready, one.ended) for one in rank.steps[kept]]
-            for rank in ranks
-        ]
-    )
-    asked, given, ready, ended = np.moveaxis(moments, 2, 0)
-    known = not np.isnan(ready).any()
-    input_, computing = given - asked, (ready if known else ended) - given
-    own = input_ + computing
-    last = own.max(axis=0)
-    step = (ended - asked).max(axis=0)
-    parts = {"input": input_.mean(axis=0), "computation": computing.mean(axis=0)}
-    if known:
-        parts |= {"wait for slower ranks": (last - own).mean(axis=0), "allreduce and update": step - last}
-    settings = {"ranks": str(len(ranks))}
+    job = table(step_files.read(sources[STEPS][0].parent), path, least=3)
+    last = job.own.max(axis=0)
+    parts = {"between steps": job.parts["between"].mean(axis=0), "input": job.parts["input"].mean(axis=0)}
+    if job.ready:
+        parts["computation"] = job.parts["work"].mean(axis=0)
+    parts["wait for slower ranks"] = (last - job.own).mean(axis=0)
+    parts["allreduce and update" if job.ready else "computation and allreduce"] = job.exchange
+    settings = {"ranks": str(len(job.numbers))}
     if launched := sources.get(LAUNCH):
-        job = json_files.read(launched[0], JobLaunch)
-        settings |= {name: str(getattr(job, name)) for name in ("ranks", "launcher", "threads", "cores")} | job.settings
+        how = json_files.read(launched[0], JobLaunch)
+        settings |= {name: str(getattr(how, name)) for name in ("ranks", "launcher", "threads", "cores")} | how.settings
     return Side(
         path,
-        f"{count_text(count, 'step')} of {ranks_text(len(ranks))}",
-        {STEP: Timings(step)},
+        f"{count_text(min(job.recorded), 'step')} of {ranks_text(len(job.numbers))}",
+        {STEP: Timings(last + job.exchange)},
         {name: Timings(samples) for name, samples in parts.items()},
-        {f"own time of rank {rank.rank}": Timings(own[row]) for row, rank in enumerate(ranks)} if known else {},
+        {f"own time of rank {rank}": Timings(own) for rank, own in zip(job.numbers, job.own, strict=True) if job.ready},
         settings,
     )
 
@@ -332,7 +318,7 @@ class _Job(msgspec.Struct):
 
 
 class _Bench(msgspec.Struct):
-    schema: Annotated[int, msgspec.Meta(ge=1, le=2)]
+    schema: Annotated[int, msgspec.Meta(ge=1, le=3)]
     asked: dict[str, Any]
     environment: dict[str, Any]
     jobs: list[_Job]

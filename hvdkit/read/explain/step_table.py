@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdkit.common.units import printable
 from hvdkit.errors import DataError
 from hvdkit.observe.lateness import Floats, lower_median
 from hvdkit.steps.step_files import RankTimes, Step
@@ -118,7 +119,9 @@ class StepTable:
         }
 
 
-def table(times: Sequence[RankTimes], where: Path, size: int | None = None) -> StepTable:
+def table(
+    times: Sequence[RankTimes], where: Path, size: int | None = None, *, warmup: int | None = None, least: int = LEAST
+) -> StepTable:
     """The steps of all ranks.
 
     Where most steps say when their gradients were there, those that do not are no training but a validation.
@@ -127,18 +130,20 @@ def table(times: Sequence[RankTimes], where: Path, size: int | None = None) -> S
         times: of each rank, by rank.
         where: the directory, for the evidence.
         size: ranks of the job, where it may have more than recorded their steps.
+        warmup: first steps that are left out; None for ``WARMUP`` of long enough recordings, else one.
+        least: steps of a rank that are enough.
     Raises:
         DataError: too few steps to tell anything, or steps that take no time.
     """
     ready, trained, validating = _trained(times)
     recorded = [len(steps) for steps in trained]
     count = min(recorded)
-    if count < LEAST:
+    first = (WARMUP if count >= 2 * WARMUP + LEAST else 1) if warmup is None else warmup
+    if count < max(least, first + 1):
         raise DataError(
-            f"{where} holds the times of {count} steps of a rank, too few to tell what is usual; record at "
-            f"least {LEAST}."
+            f"{printable(str(where))} holds the times of {count} steps of a rank, too few to tell what is usual; record "
+            f"at least {max(least, first + 1)}."
         )
-    first = WARMUP if count >= 2 * WARMUP + LEAST else 1
 
     def of(value: Callable[[Step], float | None]) -> Floats:
         return np.array([[value(step) for step in steps[:count]] for steps in trained], np.float64)
@@ -150,7 +155,9 @@ def table(times: Sequence[RankTimes], where: Path, size: int | None = None) -> S
     done = of(lambda one: one.ready) if ready else given
     whole = np.median(left - begun, axis=0)
     if (ended - asked)[:, first:].max(axis=0).mean() <= 0:
-        raise DataError(f"{where} holds steps that take no time; do the work of a step inside of the loop.")
+        raise DataError(
+            f"{printable(str(where))} holds steps that take no time; do the work of a step inside of the loop."
+        )
     parts = {"between": asked - begun, "input": given - asked, "work": done - given}
     hosts = [rank.host for rank in times]
     events = {

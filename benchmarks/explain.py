@@ -158,8 +158,9 @@ def savings(lines):
         same = [one["whole_s"] for one in same if one["framework"] == line["framework"]]
         if line["strength"] and same and "whole_s" in line:
             saves = line["whole_s"] - statistics.median(same)
-            cells = line["framework"], line["planted"], line["what"], line["saves_s"], saves, line["saves_s"] / saves
-            rows.append("| {}/{} | {} | {:.2f} s | {:.2f} s | {:.2f} |".format(*cells))
+            ratio = f"{line['saves_s'] / saves:.2f}" if saves > 0 else "none: it took no longer with it"
+            cells = line["framework"], line["planted"], line["what"], line["saves_s"], saves, ratio
+            rows.append("| {}/{} | {} | {:.2f} s | {:.2f} s | {} |".format(*cells))
     return "\n".join(rows)
 
 

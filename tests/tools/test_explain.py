@@ -449,6 +449,14 @@ def test_ten_lines_at_most_whatever_there_is(timeline_says):
     assert any(line.endswith("smaller causes are in --json.") for line in shown)
 
 
+@pytest.mark.parametrize(("count", "said"), [(5, "1 smaller cause is in"), (6, "2 smaller causes are in")])
+def test_the_accounts_count_the_causes_that_are_printed(count, said):
+    causes = tuple(Cause(f"kind {number}", 0.1, 0.1, "What.", "where", "Do.") for number in range(count))
+    found = Explanation(2, 10, 1.0, {"computation": 10.0}, causes, (), (), None)
+    shown = "\n".join(lines(found))
+    assert f"{said} --json." in shown and "the causes above explain 40%." in shown
+
+
 def reduced_after(job, path, kind, size, lost, count=1):
     """A timeline in which each step has a gradient that is hidden, and then operations of a kind, one by one."""
     times = job.times()

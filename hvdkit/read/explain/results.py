@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdkit.common.json_files import Document, Part, Positive
-from hvdkit.common.units import duration_text, printable, share_text
+from hvdkit.common.units import count_text, duration_text, printable, share_text
 from hvdkit.read.causes import Cause
 
 LAUNCHED = "launch.json"
@@ -90,7 +90,7 @@ def lines(found: Explanation) -> list[str]:
     further = [f"Also: {cause.sentence()} {cause.advice}" for cause in found.causes[1 : 1 + _FURTHER]]
     left = len(found.causes) - 1 - _FURTHER
     untold = [f"Not told: {sentence}" for sentence in found.untold[:_UNTOLD]]
-    more = [f"{left} smaller causes are in --json."] if left > 0 else []
+    more = [f"{count_text(left, 'smaller cause')} {'is' if left == 1 else 'are'} in --json."] if left > 0 else []
     read = ", ".join(f"{one.what} ({one.says})" for one in found.read)
     step = "" if found.step_s is None else f"; a step takes {duration_text(1e6 * found.step_s)}"
     accounts = [_accounts_text(found)] if found.accounts else []
@@ -100,10 +100,11 @@ def lines(found: Explanation) -> list[str]:
 
 
 def _accounts_text(found: Explanation) -> str:
-    """Where the whole recorded time went, and how much of it the causes explain."""
+    """Where the whole recorded time went, and how much of it the causes that are printed explain."""
     whole = sum(found.accounts.values()) or 1.0
     parts = sorted(found.accounts.items(), key=lambda part: -part[1])
     words = ", ".join(f"{name} {share_text(seconds / whole)}" for name, seconds in parts if seconds >= 0.01 * whole)
-    explained = sum((found.steps or 0) * cause.lost_s if cause.per_step else cause.lost_s for cause in found.causes)
+    shown = found.causes[: 1 + _FURTHER]
+    explained = sum((found.steps or 0) * cause.lost_s if cause.per_step else cause.lost_s for cause in shown)
     named = f"the causes above explain {share_text(min(1.0, explained / whole))}" if found.causes else "no cause named"
     return f"Of {duration_text(1e6 * whole)}: {words}; {named}."

@@ -2,17 +2,18 @@
 
 ::
 
-    from hvdkit import timeline
+    from hvdkit.read import timeline
+    from hvdkit.read.causes import by_cost
+    from hvdkit.read.timeline.causes import causes
 
     for operation in timeline.read("timeline.json"):
         print(operation.tensor, operation.kind, operation.bytes)
-    summary = timeline.summarize("timeline.json")
-    for cause in dearest_first(causes(summary)):    # hvdkit.read.causes, hvdkit.read.timeline.causes
+    for cause in by_cost(causes(timeline.summarize("timeline.json"))):
         print(cause.sentence(), cause.advice)
 
-What each module is for: ``model`` one operation and its phases, ``reader`` file to operations as a
-stream, ``columns``, ``measures`` and ``summary`` operations to numbers, ``causes`` numbers to what costs time, ``show``
-and ``cli`` the command.
+What each module is for: ``model`` one operation and its phases, ``reader`` file to operations as a stream, ``columns``,
+``measures`` and ``summary`` operations to numbers, ``results`` these, ``causes`` numbers to what costs time, ``show``
+their tables, ``report`` their HTML page, ``cli`` the command.
 """
 
 from hvdkit.read.timeline.model import CycleMark, Operation, Phase

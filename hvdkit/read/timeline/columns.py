@@ -1,4 +1,4 @@
-"""The operations of a recording as NumPy columns: 90 bytes per operation, a seventh of what it takes in the file.
+"""The operations of a recording as NumPy columns: 88 bytes per operation, a seventh of what it takes in the file.
 
 And the exchanges between ranks among them, of which a fused batch counts once.
 """

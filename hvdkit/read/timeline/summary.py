@@ -47,7 +47,7 @@ def summarize(
 ) -> TimelineSummary:
     """Says in numbers where the time of a recording went.
 
-    The memory it takes is about 90 bytes per operation (a seventh of the file); all percentiles are exact.
+    The memory it takes is about 88 bytes per operation (a seventh of the file); all percentiles are exact.
 
     Args:
         source: a timeline file or a recording.

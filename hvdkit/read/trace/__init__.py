@@ -5,7 +5,7 @@ operators, kernels, data loading, and the communication of any library.
 
 ::
 
-    from hvdkit import trace
+    from hvdkit.read import trace
 
     found = trace.summarize(["profile/trace-0-of-2.json.gz", "profile/trace-1-of-2.json.gz"])
     for rank in found.ranks:

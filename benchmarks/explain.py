@@ -1,18 +1,18 @@
-"""How often `hvdkit explain` is right: each cause planted in real jobs at three strengths, and jobs with nothing wrong.
+"""How often `hvdkit explain` is right: each cause injected in real jobs at three strengths, and healthy jobs.
 
     python benchmarks/explain.py --out explain.jsonl --minutes 60
     python benchmarks/explain.py --out explain.jsonl --only torch/input,torch/healthy --strengths 0.6
 
-A job is two ranks of a program that does not know of being recorded (`planted/`: PyTorch with Horovod alone,
-TensorFlow, Keras). A cause is planted so that it costs about 15, 30 or 60 % of a step. A job is right when the first
-cause that is named is the planted one, with its rank, and a job with nothing wrong when none is named. What other
+A job is two ranks of a program that does not know of being recorded (`injected/`: PyTorch with Horovod alone,
+TensorFlow, Keras). A cause is injected so that it costs about 15, 30 or 60 % of a step. A job is right when the first
+cause that is named is the injected one, with its rank, and a job with nothing wrong when none is named. What other
 programs do on this machine is a cause, too, and often the true one: run it on a quiet machine with four cores or more.
-A long cycle is not planted: Horovod as `hvdkit install` builds it begins one when a tensor is there.
+A long cycle is not injected: Horovod as `hvdkit install` builds it begins one when a tensor is there.
 At strength 0 (`--strengths 0.4,0`) the same program runs without the cause: what leaving it out really saves is printed
 beside what is said, and these jobs are healthy ones.
 
 Every job is a line of JSON in --out. The same command again goes on after the last one. Strong causes come first, so
-that few minutes have most causes once. Prints confusion matrices in Markdown, planted causes down, named ones across.
+that few minutes have most causes once. Prints confusion matrices in Markdown, injected causes down, named ones across.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from hvdkit.common.plot import picture
 HERE = Path(__file__).parent
 STRENGTHS = (0.6, 0.3, 0.15)
 SLOW = (1,)
-"""The rank in which a cause sits that is of one rank, as ``planted/planting.py`` has it."""
-PLANTED = {
+"""The rank in which a cause sits that is of one rank, as ``injected/injecting.py`` has it."""
+INJECTED = {
     "healthy": (("none", ()),),
     "input": (("input", SLOW),),
     "compute": (("compute", SLOW),),
@@ -62,15 +62,15 @@ PLANTED = {
     "sparse-embedding": (("sparse", ()),),
     "dense-embedding": (("large-tensors", ()),),
 }
-"""By what is planted: the kinds that may be named first, with their ranks."""
+"""By what is injected: the kinds that may be named first, with their ranks."""
 RANKS = {"half-of-the-ranks": 4, "slow-host": 4}
 """How many, where it is not two."""
 PROGRAMS = {
-    "torch": ("loop_torch.py", tuple(PLANTED)),
+    "torch": ("loop_torch.py", tuple(INJECTED)),
     "tensorflow": ("loop_tensorflow.py", ("healthy", "input", "compute", "input-everywhere", "large-tensors")),
     "keras": ("fit_keras.py", ("healthy", "input", "compute", "logging", "input-everywhere", "first-step")),
 }
-"""By framework: its program, and the causes that are planted in it."""
+"""By framework: its program, and the causes that are injected in it."""
 
 
 def environment():
@@ -80,10 +80,10 @@ def environment():
 
 
 def settings(cause, strength):
-    """--env of the launch command, by which some causes are planted."""
-    show = "import planting\nfor item in planting.settings().items(): print('='.join(item))"
+    """--env of the launch command, by which some causes are injected."""
+    show = "import injecting\nfor item in injecting.settings().items(): print('='.join(item))"
     words = [sys.executable, "-c", show, cause, str(strength)]
-    said = subprocess.run(words, cwd=HERE / "planted", check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(words, cwd=HERE / "injected", check=True, capture_output=True, text=True).stdout
     return [word for line in said.splitlines() for word in ("--env", line)]
 
 
@@ -102,7 +102,7 @@ def run(framework, cause, strength):
             "--explain-job",
         ]
         launch += ["--explain-dir", f"{place}/job", *settings(cause, strength)]
-        words = [*launch, "--", str(HERE / "planted" / PROGRAMS[framework][0]), cause, str(strength)]
+        words = [*launch, "--", str(HERE / "injected" / PROGRAMS[framework][0]), cause, str(strength)]
         if cause == "few-cores" and strength:  # both ranks on one core
             words = ["taskset", "-c", str(min(os.sched_getaffinity(0))), *words]
         begun = time.monotonic()
@@ -112,7 +112,7 @@ def run(framework, cause, strength):
         explain = [sys.executable, "-m", "hvdkit", "explain", "--json", f"{place}/job"]
         found = json.loads(subprocess.run(explain, env=environment(), check=True, capture_output=True).stdout)
     causes = [[one["kind"], one["ranks"], round(one["share"], 3)] for one in found["causes"]]
-    line = {"framework": framework, "planted": cause, "strength": strength, "causes": causes}
+    line = {"framework": framework, "injected": cause, "strength": strength, "causes": causes}
     first = found["causes"][0] if found["causes"] else {"lost_s": 0.0, "per_step": False, "what": ""}
     line |= {
         "what": first["what"],
@@ -129,37 +129,37 @@ def named(line):
 
 
 def matrix(lines, framework):
-    """Planted causes down, named ones across, in Markdown."""
+    """Injected causes down, named ones across, in Markdown."""
     lines = [line for line in lines if line["framework"] == framework]
-    table = Counter((line["planted"], named(line)[0]) for line in lines)
+    table = Counter((line["injected"], named(line)[0]) for line in lines)
     names = sorted({name for _, name in table})
-    rows = [f"| {framework}: planted | {' | '.join(names)} | right |", f"|{' --- |' * (len(names) + 2)}"]
-    for cause in [cause for cause in PLANTED if any(line["planted"] == cause for line in lines)]:
-        of_it = [line for line in lines if line["planted"] == cause]
-        right = sum(named(line) in PLANTED[cause] for line in of_it)
+    rows = [f"| {framework}: injected | {' | '.join(names)} | right |", f"|{' --- |' * (len(names) + 2)}"]
+    for cause in [cause for cause in INJECTED if any(line["injected"] == cause for line in lines)]:
+        of_it = [line for line in lines if line["injected"] == cause]
+        right = sum(named(line) in INJECTED[cause] for line in of_it)
         rows.append(f"| {cause} | {' | '.join(str(table[cause, name]) for name in names)} | {right} of {len(of_it)} |")
     return "\n".join(rows)
 
 
 def summary(lines):
     """Both numbers that are aimed at."""
-    wrong = [line for line in lines if line["planted"] != "healthy" and line["strength"]]
-    healthy = [line for line in lines if line["planted"] == "healthy" or not line["strength"]]
-    right = sum(named(line) in PLANTED[line["planted"]] for line in wrong)
+    wrong = [line for line in lines if line["injected"] != "healthy" and line["strength"]]
+    healthy = [line for line in lines if line["injected"] == "healthy" or not line["strength"]]
+    right = sum(named(line) in INJECTED[line["injected"]] for line in wrong)
     false = sum(bool(line["causes"]) for line in healthy)
     return f"Right: {right} of {len(wrong)} jobs with a cause. False alarms: {false} of {len(healthy)} healthy jobs."
 
 
 def savings(lines):
     """What the first cause is said to save beside what it saves to leave the cause out, in Markdown."""
-    rows = ["| planted | first line | said to save | saves | ratio |", "|---|---|---|---|---|"]
+    rows = ["| injected | first line | said to save | saves | ratio |", "|---|---|---|---|---|"]
     for line in lines:
-        same = [one for one in lines if not one["strength"] and one["planted"] == line["planted"]]
+        same = [one for one in lines if not one["strength"] and one["injected"] == line["injected"]]
         same = [one["whole_s"] for one in same if one["framework"] == line["framework"]]
         if line["strength"] and same and "whole_s" in line:
             saves = line["whole_s"] - statistics.median(same)
             ratio = f"{line['saves_s'] / saves:.2f}" if saves > 0 else "none: it took no longer with it"
-            cells = line["framework"], line["planted"], line["what"], line["saves_s"], saves, ratio
+            cells = line["framework"], line["injected"], line["what"], line["saves_s"], saves, ratio
             rows.append("| {}/{} | {} | {:.2f} s | {:.2f} s | {} |".format(*cells))
     return "\n".join(rows)
 
@@ -169,13 +169,13 @@ def recordings(seeds):
     sys.path.insert(0, str(HERE.parent / "tests" / "tools"))
     import explain_jobs
 
-    print("| planted | named first | with its ranks | said to save / saves: median, worst |\n|---|---|---|---|")
+    print("| injected | named first | with its ranks | said to save / saves: median, worst |\n|---|---|---|---|")
     right = count = close = 0
-    for plant, (kind, ranks, _) in explain_jobs.PLANTED.items():
+    for inject, (kind, ranks, _) in explain_jobs.INJECTED.items():
         ratios, named_right = [], []
         for strength in (0.5, 1.0, 2.0):
             for seed in range(seeds):
-                job, took, without = explain_jobs.scaled(plant, strength, seed)
+                job, took, without = explain_jobs.scaled(inject, strength, seed)
                 found = job.told(Path("recordings"))
                 first = found.causes[0] if found.causes else None
                 named_right.append(first is not None and (first.kind, first.ranks) == (kind, ranks))
@@ -184,7 +184,7 @@ def recordings(seeds):
                     ratios.append(saved / (took - without))
         worst = max(ratios, key=lambda one: abs(one - 1), default=float("nan"))
         middle = statistics.median(ratios) if ratios else float("nan")
-        cells = plant.__name__.replace("_", " "), kind, f"{sum(named_right)} of {len(named_right)}", middle, worst
+        cells = inject.__name__.replace("_", " "), kind, f"{sum(named_right)} of {len(named_right)}", middle, worst
         print("| {} | {} | {} | {:.2f}, {:.2f} |".format(*cells), flush=True)
         right, count = right + sum(named_right), count + len(named_right)
         close += sum(abs(one - 1) <= 0.3 for one in ratios)
@@ -199,22 +199,23 @@ def recordings(seeds):
 
 
 def plot(lines, path):
-    """Draw planted causes down, named ones across, over all frameworks."""
-    planted = [cause for cause in PLANTED if any(line["planted"] == cause for line in lines)]
+    """Draw injected causes down, named ones across, over all frameworks."""
+    injected = [cause for cause in INJECTED if any(line["injected"] == cause for line in lines)]
     names = sorted({named(line)[0] for line in lines})
-    table = Counter((line["planted"], named(line)[0]) for line in lines)
+    table = Counter((line["injected"], named(line)[0]) for line in lines)
 
     def draw(axes):
-        shares = [[table[cause, name] / sum(table[cause, one] for one in names) for name in names] for cause in planted]
+        sums = {cause: sum(table[cause, name] for name in names) for cause in injected}
+        shares = [[table[cause, name] / sums[cause] for name in names] for cause in injected]
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
-        axes.set_yticks(range(len(planted)), planted)
-        for y, cause in enumerate(planted):
+        axes.set_yticks(range(len(injected)), injected)
+        for y, cause in enumerate(injected):
             for x, name in enumerate(names):
                 if table[cause, name]:
                     color = "white" if shares[y][x] > 0.5 else "black"
                     axes.text(x, y, table[cause, name], ha="center", va="center", color=color)
-        axes.set(xlabel="named first", ylabel="planted")
+        axes.set(xlabel="named first", ylabel="injected")
         axes.set_title(summary(lines), fontsize=9)
 
     path.write_bytes(picture(path.suffix, draw))
@@ -241,7 +242,7 @@ def main():
         parser.error(f"--only names {', '.join(unknown)}; expected some of {', '.join(every)}")
     written = arguments.out.read_text().splitlines() if arguments.out.exists() else []
     lines = [json.loads(line) for line in written]
-    done = Counter((line["framework"], line["planted"], line["strength"]) for line in lines)
+    done = Counter((line["framework"], line["injected"], line["strength"]) for line in lines)
     end = time.monotonic() + 60 * arguments.minutes
     plan = [
         (repeat, one, float(strength))

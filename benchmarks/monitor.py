@@ -1,12 +1,12 @@
 """What hk.Monitor costs a step of 3 ms, what it reports of real jobs, and how often it is wrong about healthy ranks.
 
     hvdkit launch -n 2 -- python benchmarks/monitor.py [--rounds 40]
-    python benchmarks/monitor.py --planted [--minutes 30]
+    python benchmarks/monitor.py --injected [--minutes 30]
     python benchmarks/monitor.py --simulate [--windows 1000]
 
 The cost: rounds of 200 steps with and without a monitor take turns on every rank, so that the machine's moods meet both
 alike; the median of the pairs' differences counts. Windows have 50 steps.
-What is planted: in jobs of two ranks of each framework, steps of 30 ms, 20 ms of input, 20 % of computation, a program
+What is injected: in jobs of two ranks of each framework, steps of 30 ms, 20 ms of input, 20 % of computation, a program
 on a rank's core, or memory that grows; and jobs with nothing wrong, which share the minutes. Run it on a quiet machine.
 The false alarms: windows of 50 steps of 1,000 ranks, whose steps last 100 ms and have stalls of a distribution with
 heavy tails; none of them is worth a report.
@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 STEP_S, STEPS = 0.003, 200
-PLANTED = {"input": 0.4, "compute": 1 / 6, "host": 0.6, "memory": 0.1}
-"""The shares of a step that causes take, of planted/planting.py."""
-PLANTED_S = 25
+INJECTED = {"input": 0.4, "compute": 1 / 6, "host": 0.6, "memory": 0.1}
+"""The shares of a step that causes take, of injected/injecting.py."""
+INJECTED_S = 25
 
 
 def cost(rounds: int) -> None:
@@ -71,17 +71,17 @@ def cost(rounds: int) -> None:
         print(f"step {1e3 * plain:.3f} ms, with a monitor {1e6 * more:+.1f} us ({more / plain:+.2%}), {rounds} pairs")
 
 
-def planted(minutes: float, only: list[str]) -> None:
+def injected(minutes: float, only: list[str]) -> None:
     """Print, of each job, what was reported and in which window."""
     from hvdkit.observe.history import read
 
-    print("| planted | framework | windows | reported, in window |\n|---|---|---|---|")
+    print("| injected | framework | windows | reported, in window |\n|---|---|---|---|")
     frameworks = ("torch", "tensorflow", "keras")
-    jobs = [(cause, PLANTED[cause], framework, PLANTED_S) for cause in PLANTED for framework in frameworks]
+    jobs = [(cause, INJECTED[cause], framework, INJECTED_S) for cause in INJECTED for framework in frameworks]
     jobs += [("none", 0.0, framework, 60 * minutes / len(frameworks)) for framework in frameworks]
     for cause, share, framework, seconds in [job for job in jobs if job[0] in only]:
         with tempfile.TemporaryDirectory() as folder:
-            program = str(Path(__file__).parent / "planted" / "watched.py")
+            program = str(Path(__file__).parent / "injected" / "watched.py")
             launch = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--threads", "1", "--", program]
             said = [cause, str(share), framework, str(seconds), folder]
             subprocess.run([*launch, *said], check=True, capture_output=True)
@@ -125,15 +125,15 @@ def simulate(windows: int) -> None:
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=40)
-    arguments.add_argument("--planted", action="store_true")
-    arguments.add_argument("--only", default=",".join([*PLANTED, "none"]), help="what is planted: of %(default)s")
+    arguments.add_argument("--injected", action="store_true")
+    arguments.add_argument("--only", default=",".join([*INJECTED, "none"]), help="what is injected: of %(default)s")
     arguments.add_argument("--minutes", type=float, default=30, help="that the jobs with nothing wrong take together")
     arguments.add_argument("--simulate", action="store_true")
     arguments.add_argument("--windows", type=int, default=1000)
     given = arguments.parse_args()
     if given.simulate:
         simulate(given.windows)
-    elif given.planted:
-        planted(given.minutes, given.only.split(","))
+    elif given.injected:
+        injected(given.minutes, given.only.split(","))
     else:
         cost(given.rounds)

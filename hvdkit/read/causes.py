@@ -146,7 +146,7 @@ def many_small(times: float) -> tuple[str, str]:
     return f"Many small tensors are exchanged, {times:.3g} times per step.", SENTENCES["small-tensors"][1]
 
 
-def dearest_first(causes: Iterable[Cause]) -> list[Cause]:
+def by_cost(causes: Iterable[Cause]) -> list[Cause]:
     """The causes that are worth a sentence, the one that saves most by itself first."""
     return sorted((cause for cause in causes if cause.share >= WORTH_SAYING), key=lambda cause: -cause.alone_share)
 
@@ -159,7 +159,7 @@ def verdict(causes: Iterable[Cause], otherwise: str) -> list[str]:
         otherwise: the sentence where none is worth one.
     """
     lines: list[str] = []
-    for cause in dearest_first(causes):
+    for cause in by_cost(causes):
         begin = "" if lines else "Verdict: "
         lines += [f"{begin}{cause.sentence()}", f"  seen: {cause.evidence}", f"  try: {cause.advice}"]
     return lines or [f"Verdict: {otherwise}"]

@@ -13,7 +13,7 @@ OVER_MPI = {("tensorflow", 2)}
 SAMPLES, BATCH = 72, 4  # six steps of three ranks
 FIRST = {2: "between rank 0 and rank 1", 3: "between ranks 0, 2 and rank 1"}
 LAST = {2: "between rank 0 and rank 1", 3: "between ranks 0-1 and rank 2"}
-PLANTED = {
+INJECTED = {
     "nothing": "",
     "weight": "differs {between}, by at most 0.000977; broadcast before training",
     "rate": "differs {between}, by at most 0.01; broadcast before training",
@@ -54,7 +54,7 @@ def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(hk, on, wor
 
 @on_ranks(*LOOPS, *KERAS, n=(2, 3), mpi=OVER_MPI)
 def test_what_the_last_rank_alone_changes_is_named(hk, on, world):
-    for kind, said in PLANTED.items():
+    for kind, said in INJECTED.items():
         hk.seed_everything(3, world)
         training: Any = on.Training(0, optimizer="adam")
         optimizer = training.model.optimizer if hk.__name__ == "hvdkit.keras" else training.optimizer

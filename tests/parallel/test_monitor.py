@@ -1,6 +1,6 @@
-"""hvdkit's Monitor on real ranks of each framework: what is planted on one rank is reported, and the history is right.
+"""hvdkit's Monitor on real ranks of each framework: what is injected on one rank is reported, and the history is right.
 
-What is planted is large: ranks share busy cores here, and no test decides by a few milliseconds.
+What is injected is large: ranks share busy cores here, and no test decides by a few milliseconds.
 """
 
 import gc
@@ -22,7 +22,7 @@ SLOW_S = 0.25
 BYTES = 48 << 20
 
 
-def planted_on(world, what):
+def injected_on(world, what):
     """What rank 1 does in (its input, its computation) of each step."""
     # Garbage of an earlier test in these processes would hide a growth in the window in which it is freed.
     gc.collect()
@@ -51,7 +51,7 @@ def batches(wait):
 def train_torch(hk, monitor, what, world, bad_step=0):
     import torch
 
-    wait, compute = planted_on(world, what)
+    wait, compute = injected_on(world, what)
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 3), torch.nn.Linear(3, 1))
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.001), model)
     hk.broadcast_state(model, optimizer)
@@ -71,7 +71,7 @@ def train_tensorflow(hk, monitor, what, world, bad_step=0):
     import keras
     import tensorflow as tf
 
-    wait, compute = planted_on(world, what)
+    wait, compute = injected_on(world, what)
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.001)
     hk.broadcast_state(model, optimizer)
@@ -97,7 +97,7 @@ def train_keras(hk, monitor, what, world, bad_step=0):
     import keras
     import tensorflow as tf
 
-    wait, compute = planted_on(world, what)
+    wait, compute = injected_on(world, what)
 
     class Slow(keras.layers.Layer):
         def call(self, x):
@@ -138,7 +138,7 @@ FRAMEWORKS = ("torch", "tensorflow", "keras", "keras-torch")
 
 @on_ranks(*FRAMEWORKS)
 @pytest.mark.parametrize("what", ["input", "compute", "blocked", "memory"])
-def test_what_is_planted_on_a_rank_is_reported(hk, world, everyone, tmp_path, what):
+def test_what_is_injected_on_a_rank_is_reported(hk, world, everyone, tmp_path, what):
     told = []
     with hk.Monitor(tmp_path / "run", world, every=EVERY, on_report=told.append) as monitor:
         train(hk, monitor, what, world)

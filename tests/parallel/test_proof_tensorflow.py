@@ -72,7 +72,7 @@ def nudge(variable: Any, place: Any, by: float = 1e-4) -> None:
     variable.assign(value)
 
 
-PLANTED = {
+INJECTED = {
     "slot": "first_kernel_velocity {between} 0.0001",
     "setting": "optimizer.beta_1 {between} 0.1",
     "gamma": "norm/gamma {between} 0.0001",
@@ -80,7 +80,7 @@ PLANTED = {
 }
 
 
-def plant(hk: Any, world: hvdkit.Topology, training: Training, kind: str) -> None:
+def inject(hk: Any, world: hvdkit.Topology, training: Training, kind: str) -> None:
     import keras
 
     if kind == "slot":
@@ -99,9 +99,9 @@ def test_what_only_the_last_rank_changes_is_named(hk, world):
     hk.seed_everything(3, world)
     training = Training(hk, world)
     training.step()
-    for kind, said in PLANTED.items():
+    for kind, said in INJECTED.items():
         if world.rank == world.size - 1:
-            plant(hk, world, training, kind)
+            inject(hk, world, training, kind)
         error = message(lambda: hk.check_agreement(training.model, training.optimizer, world, loader=training.loader))
         assert said.format(between=f"differs {LAST[world.size]}, by at most") in error
         training.optimizer.beta_1 = 0.9

@@ -59,7 +59,7 @@ SMALL = {
 }
 
 
-def plant(hk: Any, world: hvdkit.Topology, training: Training, kind: str) -> None:
+def inject(hk: Any, world: hvdkit.Topology, training: Training, kind: str) -> None:
     import torch
 
     slots = training.optimizer.state[training.model[0].weight]
@@ -84,7 +84,7 @@ def test_whatever_the_last_rank_alone_changes_is_named(hk, world, kind):
     training.step()
     training.model.register_buffer("scale", torch.zeros(2, dtype=torch.bfloat16))
     if world.rank == world.size - 1:
-        plant(hk, world, training, kind)
+        inject(hk, world, training, kind)
     found = message(lambda: hk.check_agreement(training.model, training.optimizer, world, loader=training.loader))
     assert SMALL[kind].format(between="differs between rank 0 and rank 1, by at most") in found
 

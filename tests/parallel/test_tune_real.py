@@ -63,7 +63,7 @@ def wait_for(condition, what):
 
 
 @needs_launcher
-def test_the_planted_winner_is_found_and_launch_applies_it(tmp_path, environment):
+def test_the_injected_winner_is_found_and_launch_applies_it(tmp_path, environment):
     (tmp_path / "train.py").write_text(SCRIPT)
     words = [
         "--cycle-times-ms", "5", "--fusion-thresholds-mb", "4", "--threads", "7", "--candidates", "3", "--repeats", "1",

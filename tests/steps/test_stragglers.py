@@ -1,4 +1,4 @@
-"""observe/stragglers.py: what is planted is reported within three windows, what is noise is not."""
+"""observe/stragglers.py: what is injected is reported within three windows, what is noise is not."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ MB = float(1 << 20)
 
 
 class Job:
-    """Windows of 50 steps of a healthy job, to which a test adds what it plants."""
+    """Windows of 50 steps of a healthy job, to which a test adds what it injects."""
 
     def __init__(self, size, per_host=4, compute=0.1, seed=0):
         self.size, self.step, self.compute = size, 0, compute
@@ -18,27 +18,27 @@ class Job:
         self.rss = np.full(size, 500 * MB)
         self.processor = False
 
-    def window(self, seconds=10.0, loss=None, **planted):
+    def window(self, seconds=10.0, loss=None, **injected):
         self.step += 50
         ranks = {
             "input": self.noise.normal(1e-3, 1e-5, self.size),
             "compute": self.noise.normal(self.compute, self.compute / 100, self.size),
         }
-        for name in ranks.keys() & planted:
-            at, more = planted[name]
+        for name in ranks.keys() & injected:
+            at, more = injected[name]
             ranks[name][at] += more
         own = ranks["input"] + ranks["compute"]
         ranks["wait"] = own.max() - own + 0.002
         ranks["step"] = own + ranks["wait"]
-        if "memory" in planted:
-            self.rss[planted["memory"][0]] += planted["memory"][1]
-        ranks |= self.measured(ranks, planted)
+        if "memory" in injected:
+            self.rss[injected["memory"][0]] += injected["memory"][1]
+        ranks |= self.measured(ranks, injected)
         ranks.update(rss=self.rss.copy(), device=np.full(self.size, np.nan))
         if loss is not None:
             ranks["loss"] = np.asarray(loss, float)
         return self.scores.window(self.step, 50, seconds, ranks)
 
-    def measured(self, ranks, planted):
+    def measured(self, ranks, injected):
         """What the processor gave; "blocked" and "queued" are parts of the computation in which the thread did not run,
         and "unread": nobody says when a batch is there."""
         if not self.processor:
@@ -46,25 +46,25 @@ class Job:
         lacks = np.zeros(self.size)
         queued = np.zeros(self.size)
         for name in ("blocked", "queued"):
-            if name in planted:
-                ranks["compute"][planted[name][0]] += planted[name][1]
-                lacks[planted[name][0]] += planted[name][1]
-                queued[planted[name][0]] += planted[name][1] if name == "queued" else 0.0
+            if name in injected:
+                ranks["compute"][injected[name][0]] += injected[name][1]
+                lacks[injected[name][0]] += injected[name][1]
+                queued[injected[name][0]] += injected[name][1] if name == "queued" else 0.0
         ran = ranks["compute"] - lacks
         own = ranks["input"] + ranks["compute"]
         ranks["wait"] = own.max() - own + 0.002
         ranks["step"] = own + ranks["wait"]
         stalls = np.zeros(self.size)
-        if "stalls" in planted:
-            rank, every, each = planted["stalls"]
+        if "stalls" in injected:
+            rank, every, each = injected["stalls"]
             ranks["compute"][rank] += each / every
             stalls[rank] = 50 / every
-        if "unread" in planted:
+        if "unread" in injected:
             ranks["compute"], ranks["input"] = own, np.full(self.size, np.nan)
         return {"ran": ran, "queued": queued, "of_all": 1.1 * ran, "typical": own, "stalls": stalls}
 
-    def windows(self, count, **planted):
-        return [report for _ in range(count) for report in self.window(**planted)]
+    def windows(self, count, **injected):
+        return [report for _ in range(count) for report in self.window(**injected)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 200])
@@ -82,7 +82,7 @@ def test_a_rank_that_becomes_slow_is_reported_once_within_three_windows(size, ca
 
 
 @pytest.mark.parametrize(
-    ("planted", "cause", "says"),
+    ("injected", "cause", "says"),
     [
         ({"compute": (1, 0.02)}, "compute", "computes longer: "),
         ({"blocked": (1, 0.02)}, "blocked", "is blocked: "),
@@ -93,12 +93,12 @@ def test_a_rank_that_becomes_slow_is_reported_once_within_three_windows(size, ca
         ({"stalls": (1, 25, 0.5)}, "random-late", "is late in about every 25th step, "),
     ],
 )
-def test_a_report_names_the_cause_that_was_measured_and_no_other(planted, cause, says):
+def test_a_report_names_the_cause_that_was_measured_and_no_other(injected, cause, says):
     job = Job(4, per_host=1)
     job.processor = True
-    unread = {name: value for name, value in planted.items() if name == "unread"}
+    unread = {name: value for name, value in injected.items() if name == "unread"}
     assert job.windows(5, **unread) == []
-    (report,) = job.windows(3, **planted)
+    (report,) = job.windows(3, **injected)
     assert (report.about, report.rank, report.cause) == ("straggler", 1, cause)
     assert says in report.text and report.cost == pytest.approx(0.02, rel=0.3)
 

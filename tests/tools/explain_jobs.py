@@ -235,7 +235,7 @@ def large_exchange(job):
     job.exchange = 0.024
 
 
-PLANTED = {
+INJECTED = {
     lock: ("blocked", (1,), 10e-3),
     fsync: ("blocked", (1,), 10e-3),
     garbage: ("gc", (), 20e-3),
@@ -272,16 +272,16 @@ PLANTED = {
 }
 
 
-def scaled(plant, strength, seed, noise=0.02):
+def scaled(inject, strength, seed, noise=0.02):
     """A job with a cause of so many times its usual strength, and what it would take without: seconds of both."""
     job = Job(seed=seed, noise=noise)
-    plant(job)
+    inject(job)
     healthy = Job(*job.shape, seed=seed, noise=noise)
     if len(healthy.input) != 4:
         job = Job(*job.shape, seed=seed, noise=noise)
-        planted = Job(seed=seed, noise=noise)
-        plant(planted)
-        job.__dict__.update(planted.__dict__)
+        injected = Job(seed=seed, noise=noise)
+        inject(injected)
+        job.__dict__.update(injected.__dict__)
         healthy = Job(len(job.input), seed=0)
     for name in ("input", "compute", "late", "blocked"):
         base = getattr(healthy, name)
@@ -291,6 +291,6 @@ def scaled(plant, strength, seed, noise=0.02):
     job.exchange = healthy.exchange + strength * (job.exchange - healthy.exchange)
     job.first *= strength
     job.events = [[(name, step, strength * spent) for name, step, spent in events] for events in job.events]
-    if plant in (few_cores, bound_to_one_core):
+    if inject in (few_cores, bound_to_one_core):
         healthy.compute = np.maximum(0.0, job.compute - job.queued[:, None])
     return job, job.seconds(), healthy.seconds()

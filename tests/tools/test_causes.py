@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hvdkit.observe import lateness
-from hvdkit.read.causes import Cause, dearest_first
+from hvdkit.read.causes import Cause, by_cost
 
 
 def _cause(kind: str, share: float, **other: object) -> Cause:
     return Cause(kind, 0.02 * share, share, f"It is {kind}.", "file: 1", "Mend it.", **other)  # type: ignore[arg-type]
 
 
-def test_the_dearest_comes_first_and_what_costs_little_is_not_said() -> None:
-    found = dearest_first([_cause("small", 0.019), _cause("input", 0.3), _cause("late", 0.5)])
+def test_the_most_costly_comes_first_and_what_costs_little_is_not_said() -> None:
+    found = by_cost([_cause("small", 0.019), _cause("input", 0.3), _cause("late", 0.5)])
 
     assert [cause.kind for cause in found] == ["late", "input"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timeline_files
 from explain_jobs import (
-    PLANTED,
+    INJECTED,
     STEPS,
     Job,
     compute_of_one,
@@ -68,15 +68,15 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_a_planted_cause_is_the_one_and_its_cost_is_right(tmp_path, plant):
+@pytest.mark.parametrize("inject", INJECTED, ids=lambda inject: inject.__name__)
+def test_an_injected_cause_is_the_one_and_its_cost_is_right(tmp_path, inject):
     job = Job()
-    plant(job)
+    inject(job)
     (cause,) = job.told(tmp_path).causes
-    kind, ranks, lost = PLANTED[plant]
+    kind, ranks, lost = INJECTED[inject]
     assert (cause.kind, cause.ranks) == (kind, ranks)
     assert cause.lost_s == pytest.approx(lost, rel=0.3)
-    assert SAYS.get(plant, "") in cause.what
+    assert SAYS.get(inject, "") in cause.what
     assert cause.per_step == (kind not in ("first-step", "first-steps"))
 
 
@@ -150,7 +150,7 @@ def first_steps_and_a_few_later(job):
 
 
 @pytest.mark.parametrize(
-    ("plant", "kind", "says", "not_says"),
+    ("inject", "kind", "says", "not_says"),
     [
         (alone_growing, "growth", "Computation or update takes longer, more with every step.", "ranks"),
         (alone_with_an_update_that_grows, "growth", "The update takes longer, more", "ranks"),
@@ -165,9 +165,9 @@ def first_steps_and_a_few_later(job):
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_a_sentence_claims_no_more_than_was_recorded(tmp_path, plant, kind, says, not_says):
+def test_a_sentence_claims_no_more_than_was_recorded(tmp_path, inject, kind, says, not_says):
     job = Job()
-    plant(job)
+    inject(job)
     (cause,) = job.told(tmp_path).causes
     said = f"{cause.what} {cause.evidence} {cause.advice}"
     assert cause.kind == kind and says in said and not_says not in said
@@ -232,8 +232,8 @@ def test_ranks_that_hide_one_another_are_one_cause_since_mending_one_saves_nothi
 
 def test_the_accounts_add_up_to_the_whole_recorded_time(tmp_path):
     job = Job()
-    for plant in (input_of_one, stall_of_all, pause_of_the_root):
-        plant(job)
+    for inject in (input_of_one, stall_of_all, pause_of_the_root):
+        inject(job)
     told = job.told(tmp_path)
     steps = [rank.steps for rank in job.times()]
     whole = max(one[-1].ended for one in steps) - min(one[0].asked for one in steps)
@@ -439,8 +439,8 @@ def test_a_delay_of_no_known_rank_is_that_of_the_known_one_if_it_costs_as_much(t
 
 def test_ten_lines_at_most_whatever_there_is(timeline_says):
     job = Job()
-    for plant in (input_of_one, late_now_and_then, input_everywhere, few_cores, first_step):
-        plant(job)
+    for inject in (input_of_one, late_now_and_then, input_everywhere, few_cores, first_step):
+        inject(job)
     said = timeline_says(
         job, *(cause(kind, 0.1) for kind in ("small-tensors", "large-tensors", "negotiation", "setup"))
     )

@@ -4,7 +4,7 @@ import pytest
 from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit.cli import run
-from hvdkit.read.causes import dearest_first
+from hvdkit.read.causes import by_cost
 from hvdkit.read.mpi_profile import cli as tables
 from hvdkit.read.mpi_profile import measures, reading
 from hvdkit.read.mpi_profile.causes import causes, findings, otherwise
@@ -21,7 +21,7 @@ def found(profile, number=0):
 
 
 def costly(profile, number=0):
-    return dearest_first(causes(profile, shown(profile, number)))
+    return by_cost(causes(profile, shown(profile, number)))
 
 
 def of(tmp_path, *calls, seconds=10.0, size=4):

@@ -5,7 +5,7 @@ import pytest
 from timeline_files import ATPESC, allreduce, metadata, write
 
 from hvdkit.cli import run
-from hvdkit.read.causes import dearest_first
+from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import summarize
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
@@ -110,7 +110,7 @@ CASES = {
 
 
 def worth(summary):
-    return dearest_first(causes(summary))
+    return by_cost(causes(summary))
 
 
 def test_a_healthy_recording_has_no_cause():

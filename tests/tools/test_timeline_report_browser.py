@@ -227,7 +227,7 @@ def test_the_page_fits_a_telephone_and_follows_the_reader(browser, hostile_page,
     found.context.close()
 
 
-def test_a_tensor_is_on_one_line_its_whole_name_under_the_pointer_the_dearest_first(watched):
+def test_a_tensor_is_on_one_line_its_whole_name_under_the_pointer_the_by_cost(watched):
     table = watched.page.locator("section[aria-labelledby=h-tensors] table")
     names = table.locator("tbody th")
     assert {box["height"] for box in (names.nth(at).bounding_box() for at in range(names.count()))} == {

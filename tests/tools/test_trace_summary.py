@@ -8,7 +8,7 @@ from trace_files import allocation, data, event, gloo, kernel, step, wait, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.causes import dearest_first
+from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline.measures import common, joined, length, without
 from hvdkit.read.trace import summarize
 from hvdkit.read.trace.causes import otherwise
@@ -97,7 +97,7 @@ def test_without_a_cause_the_limits_are_said(tmp_path):
         for rank in range(2)
     ]
     found = summarize(paths)
-    assert not dearest_first(found.causes)
+    assert not by_cost(found.causes)
     assert "collectives and an idle GPU from 10%" in otherwise(found)
 
 

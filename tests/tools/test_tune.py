@@ -79,7 +79,7 @@ def test_it_finds_the_faster_setting(drift):
     assert found.count(FAST) >= 18
 
 
-def test_the_speedup_that_it_tells_is_the_planted_one():
+def test_the_speedup_that_it_tells_is_the_injected_one():
     found = searched(Machine(1, {FAST: 5.0}, noise=0.01))
     confirmed = found.confirmed()[FAST]
     assert confirmed.low < 2.0 < confirmed.high

@@ -16,7 +16,7 @@ from hvdkit.common.units import count_text, ranks_text, share_text
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.measurement import Parts
 from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, ScalingResults
-from hvdkit.read.causes import Cause, dearest_first
+from hvdkit.read.causes import Cause, by_cost
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 
 _BAD_FIT = 0.2
@@ -93,7 +93,7 @@ def analyse(results: ScalingResults) -> ScalingSummary:
         *_notes_of_noise(results, samples, rng),
         *_notes_of_models(fits),
     )
-    found = tuple(dearest_first(causes(rows)))
+    found = tuple(by_cost(causes(rows)))
     return ScalingSummary(results.asked.mode, results.measure, rows, fits, notes, causes=found)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from hvdkit.common import files, json_files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, HvdkitError
-from hvdkit.read.causes import Cause, dearest_first
+from hvdkit.read.causes import Cause, by_cost
 from hvdkit.read.explain import exchange, step_causes
 from hvdkit.read.explain.results import Explanation, JobLaunch, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
@@ -149,7 +149,7 @@ class _Joined:
             self._untold.append(f"Means over many steps say little of one: see 'hvdkit bench show {path}'.")
 
     def answer(self) -> Explanation:
-        """All of it, the dearest first.
+        """All of it, the most costly cause first.
 
         Raises:
             DataError: nothing could be read.
@@ -157,7 +157,7 @@ class _Joined:
         told = self._steps
         if self._errors and not any(one.what not in (LAUNCH, STALL) for one in self._read):
             raise DataError(self._errors[0])
-        causes = dearest_first(self._causes)
+        causes = by_cost(self._causes)
         causes.sort(key=lambda cause: not cause.recurs)
         if told is None:
             self._untold.append(

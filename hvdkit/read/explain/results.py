@@ -52,7 +52,7 @@ class Read(Part, frozen=True):
 
 
 class Explanation(Document, frozen=True):
-    """What costs a job time, the dearest cause first; none where nothing is wrong as far as can be told.
+    """What costs a job time, the most costly cause first; none where nothing is wrong as far as can be told.
 
     Attributes:
         ranks: of the job; None where no recording says it.

@@ -141,8 +141,8 @@ def table(
     first = (WARMUP if count >= 2 * WARMUP + LEAST else 1) if warmup is None else warmup
     if count < max(least, first + 1):
         raise DataError(
-            f"{printable(str(where))} holds the times of {count} steps of a rank, too few to tell what is usual; record "
-            f"at least {max(least, first + 1)}."
+            f"{printable(str(where))} holds the times of {count} steps of a rank, too few to tell what is usual; "
+            f"record at least {max(least, first + 1)}."
         )
 
     def of(value: Callable[[Step], float | None]) -> Floats:

@@ -145,8 +145,8 @@ def _late(profile: Profile, shown: RankProfile) -> Cause | None:
         f"time in MPI: rank {over.least_rank} {duration_text(1e6 * over.least)}, median "
         f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}"
     )
-    come, for_whom = ("comes", "it") if len(ranks) == 1 else ("come", "them")
-    what = f"{name_ranks(ranks).capitalize()} mostly {come} last to the collectives, and the others wait for {for_whom}."
+    come, them = ("comes", "it") if len(ranks) == 1 else ("come", "them")
+    what = f"{name_ranks(ranks).capitalize()} mostly {come} last to the collectives, and the others wait for {them}."
     return _of_job("late", sum(costs[rank] for rank in ranks), shown, evidence, what, WHY_LATE, ranks)
 
 

@@ -12,7 +12,7 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.read.causes import Cause, dearest_first, verdict
+from hvdkit.read.causes import Cause, by_cost, verdict
 from hvdkit.read.mpi_profile import measures, reading
 from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, ProfileFinding, causes, findings, otherwise
 from hvdkit.read.mpi_profile.model import CONTROL, PURPOSES, Profile, RankProfile
@@ -154,7 +154,7 @@ def shown_as(profile: Profile, shown: RankProfile) -> ShownProfile:
         sizes=tuple(measures.sizes(profile, shown)),
         traffic=Purposes(certain, shown.horovod, **purposes),
         ranks=profile.ranks,
-        causes=tuple(dearest_first(causes(profile, shown))),
+        causes=tuple(by_cost(causes(profile, shown))),
         findings=tuple(findings(profile, shown)),
         notes=(*notes, *profile.notes, NOT_SEEN),
     )

@@ -18,7 +18,7 @@ _CACHE = 1024
 
 
 def causes(summary: TimelineSummary) -> list[Cause]:
-    """What costs time in a recording, in no order; ``read.causes.dearest_first`` weighs it.
+    """What costs time in a recording, in no order; ``read.causes.by_cost`` weighs it.
 
     Args:
         summary: of a whole recording or of a part of it.
@@ -99,8 +99,8 @@ def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cau
 
 
 def _costs_text(costs: dict[int, float]) -> str:
-    dearest = sorted(costs, key=lambda rank: -costs[rank])[:4]
-    return ", ".join(f"{rank} costs {duration_text(costs[rank])}" for rank in dearest)
+    most = sorted(costs, key=lambda rank: -costs[rank])[:4]
+    return ", ".join(f"{rank} costs {duration_text(costs[rank])}" for rank in most)
 
 
 def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:

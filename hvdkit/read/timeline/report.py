@@ -23,7 +23,7 @@ import numpy as np
 import hvdkit
 from hvdkit.common.units import bytes_text, duration_text, printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
-from hvdkit.read.causes import dearest_first
+from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
@@ -129,7 +129,7 @@ def render_report(
         otherwise=otherwise(summary),
         findings=[
             {"sentence": printable(f"{one.sentence()} Seen: {one.evidence}."), "advice": printable(one.advice)}
-            for one in dearest_first(causes(summary))
+            for one in by_cost(causes(summary))
         ],
         steps=steps > 0,
         step_bands="" if steps <= _POINTS else str(math.ceil(steps / _POINTS)),

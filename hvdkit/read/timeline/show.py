@@ -8,7 +8,7 @@ from dataclasses import replace
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
-from hvdkit.read.causes import Cause, dearest_first, verdict
+from hvdkit.read.causes import Cause, by_cost, verdict
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS
@@ -58,7 +58,7 @@ def found_as(summary: TimelineSummary, top: int | None) -> SummaryFound:
         top: number of tensors; None for all.
     """
     note = NO_SKEW if summary.skew is None else None
-    return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(dearest_first(causes(summary))))
+    return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(by_cost(causes(summary))))
 
 
 def page(summary: TimelineSummary, top: int) -> Page:

@@ -16,7 +16,7 @@ _MS = 1e-3
 
 
 def causes(summary: TraceSummary) -> list[Cause]:
-    """What costs time in the traces of a run, in no order; ``read.causes.dearest_first`` weighs it."""
+    """What costs time in the traces of a run, in no order; ``read.causes.by_cost`` weighs it."""
     of_all = [_input_everywhere(summary)]
     of_all.append(_one_trace(summary) if summary.skew is None else _exchange(summary, summary.skew))
     of_all += _idle_gpu(summary)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.observe import lateness
-from hvdkit.read.causes import dearest_first
+from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline.measures import Floats, Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.reader import LABELS, SYNCHRONISES, Kind, Source, TraceColumns, collect, step_number
@@ -60,7 +60,7 @@ def summarize(paths: Sequence[str | Path]) -> TraceSummary:
     _require_one_run([rank for rank, _ in found])
     apart, note = _between(found)
     summary = TraceSummary(tuple(rank for rank, _ in found), apart, note)
-    return replace(summary, causes=tuple(dearest_first(causes(summary))))
+    return replace(summary, causes=tuple(by_cost(causes(summary))))
 
 
 def files_of(paths: Sequence[str | Path]) -> list[Path]:

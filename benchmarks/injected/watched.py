@@ -1,18 +1,18 @@
-"""A training that ``hk.Monitor`` watches, SECONDS long where nothing is planted.
+"""A training that ``hk.Monitor`` watches, SECONDS long where nothing is injected.
 
     watched.py CAUSE STRENGTH FRAMEWORK SECONDS DIRECTORY
 
-What ``benchmarks/monitor.py --planted`` starts. Besides planting.py's causes: memory, of which rank 1 takes more in
+What ``benchmarks/monitor.py --injected`` starts. Besides injecting.py's causes: memory, of which rank 1 takes more in
 each step.
 """
 
 import sys
 
+import injecting
 import numpy as np
-import planting
 
 FRAMEWORK, SECONDS, DIRECTORY = sys.argv[3], float(sys.argv[4]), sys.argv[5]
-STEPS = int(SECONDS / planting.STEP_S)
+STEPS = int(SECONDS / injecting.STEP_S)
 MEMORY_STEP = 1 << 19
 """Bytes."""
 FEATURES = 16
@@ -21,13 +21,13 @@ held = []
 
 def samples(hidden=0.0):
     for _ in range(STEPS):
-        planting.sample(hidden)
+        injecting.sample(hidden)
         yield np.ones((4, FEATURES), "float32")
 
 
 def compute():
-    planting.compute()
-    if planting.CAUSE == "memory" and planting.RANK == planting.SLOW:
+    injecting.compute()
+    if injecting.CAUSE == "memory" and injecting.RANK == injecting.SLOW:
         held.append(np.ones(MEMORY_STEP // 8))
 
 
@@ -89,10 +89,10 @@ def keras_fit():
 
     model = keras.Sequential([keras.Input((FEATURES,)), Computes(), keras.layers.Dense(1)])
     model.compile(hk.distribute(keras.optimizers.SGD(1e-6)), "mse")
-    pairs = ((x, x[:, :1]) for x in samples(hidden=planting.STEP_S))  # fit reads ahead
+    pairs = ((x, x[:, :1]) for x in samples(hidden=injecting.STEP_S))  # fit reads ahead
     callbacks = [hk.BroadcastState(), hk.Monitor(DIRECTORY, world)]
     model.fit(pairs, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
 
 
-planting.begin()
+injecting.begin()
 {"torch": torch_loop, "tensorflow": tensorflow_loop, "keras": keras_fit}[FRAMEWORK]()

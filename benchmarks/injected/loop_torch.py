@@ -1,20 +1,20 @@
 """A loop of PyTorch as a stranger writes it, on Horovod alone."""
 
 import horovod.torch as hvd
-import planting
+import injecting
 import torch
 
-planting.begin()
+injecting.begin()
 hvd.init()
 torch.manual_seed(0)
 
 
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
-        return planting.STEPS
+        return injecting.STEPS
 
     def __getitem__(self, index):
-        planting.sample()
+        injecting.sample()
         return torch.ones(64)
 
 
@@ -22,15 +22,15 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(64, 64)
-        self.large = torch.nn.Parameter(torch.zeros(planting.large()))
-        self.sparse = torch.nn.Embedding(20_000, 64, sparse=True) if planting.sparse() else None
-        self.dense = torch.nn.Embedding(max(1, planting.dense()), 64)
-        self.small = torch.nn.ParameterList(torch.zeros(8) for _ in range(planting.small()))
+        self.large = torch.nn.Parameter(torch.zeros(injecting.large()))
+        self.sparse = torch.nn.Embedding(20_000, 64, sparse=True) if injecting.sparse() else None
+        self.dense = torch.nn.Embedding(max(1, injecting.dense()), 64)
+        self.small = torch.nn.ParameterList(torch.zeros(8) for _ in range(injecting.small()))
 
     def forward(self, x):
         looked_up = self.dense(torch.zeros(1, dtype=torch.long)).sum()
         if self.sparse is not None:
-            looked_up = looked_up + self.sparse(torch.arange(planting.sparse()) % 20_000).sum()
+            looked_up = looked_up + self.sparse(torch.arange(injecting.sparse()) % 20_000).sum()
         return self.layer(x).sum() + self.large.sum() + sum(one.sum() for one in self.small) + looked_up
 
 
@@ -40,20 +40,20 @@ hvd.broadcast_parameters(model.state_dict(), 0)
 for step, x in enumerate(torch.utils.data.DataLoader(Samples(), batch_size=1)):
     optimizer.zero_grad()
     loss = model(x)
-    planting.compute()
+    injecting.compute()
     loss.backward()
     optimizer.synchronize()
-    for number in range(planting.metrics()):
+    for number in range(injecting.metrics()):
         hvd.allreduce(loss.detach(), name=f"metric.{number}")
-    names = [f"metric.{step}.{number}" for number in range(planting.newly_named())]
+    names = [f"metric.{step}.{number}" for number in range(injecting.newly_named())]
     for handle in [hvd.allreduce_async(torch.ones(8), name=name) for name in names]:
         hvd.synchronize(handle)
     with optimizer.skip_synchronize():
         optimizer.step()
-    planting.after_step()
-    if planting.saves():
-        torch.save(model.state_dict(), planting.SlowFile())
-    if planting.evaluates():
+    injecting.after_step()
+    if injecting.saves():
+        torch.save(model.state_dict(), injecting.SlowFile())
+    if injecting.evaluates():
         model.eval()
-        planting.evaluate()
+        injecting.evaluate()
         model.train()

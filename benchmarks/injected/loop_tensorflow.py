@@ -1,22 +1,22 @@
 """A loop of TensorFlow with a tape, on Horovod through ``hvdkit.tensorflow``'s ``distribute``."""
 
-import planting
+import injecting
 import tensorflow as tf
 
 import hvdkit.tensorflow as hk
 
-planting.begin()
+injecting.begin()
 world = hk.init()
 
 
 def read(x):
-    planting.sample(hidden=1.2 * planting.STEP_S)  # tf.data prefetches
+    injecting.sample(hidden=1.2 * injecting.STEP_S)  # tf.data prefetches
     return x
 
 
-data = tf.data.Dataset.range(planting.STEPS).map(lambda x: tf.cast(tf.py_function(read, [x], tf.int64), tf.float32))
-variables = [tf.Variable(tf.zeros(64)), tf.Variable(tf.zeros(planting.large()))]
-variables += [tf.Variable(tf.zeros(8)) for _ in range(planting.small())]
+data = tf.data.Dataset.range(injecting.STEPS).map(lambda x: tf.cast(tf.py_function(read, [x], tf.int64), tf.float32))
+variables = [tf.Variable(tf.zeros(64)), tf.Variable(tf.zeros(injecting.large()))]
+variables += [tf.Variable(tf.zeros(8)) for _ in range(injecting.small())]
 
 
 @tf.function
@@ -27,7 +27,7 @@ def gradients(x):
 
 
 for x in data:
-    planting.compute()
+    injecting.compute()
     for variable, gradient in zip(variables, gradients(x), strict=True):
         variable.assign_sub(1e-6 * gradient)
-    planting.after_step()
+    injecting.after_step()

@@ -1,4 +1,4 @@
-"""One cause of lost time, planted in a training; the programs beside this one call it at the places where it can sit.
+"""One cause of lost time, injected in a training; the programs beside this one call it at the places where it can sit.
 
     python loop_torch.py CAUSE STRENGTH
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 CAUSE, STRENGTH = sys.argv[1], float(sys.argv[2])
 STEP_S = 0.03
-"""Seconds that a step computes where nothing is planted."""
+"""Seconds that a step computes where nothing is injected."""
 STEPS = 240
 SLOW = 1
 """The rank in which a cause sits that is of one rank."""

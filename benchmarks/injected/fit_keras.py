@@ -1,18 +1,18 @@
 """Keras' ``fit``, distributed by hvdkit."""
 
+import injecting
 import keras
 import numpy as np
-import planting
 import tensorflow as tf
 
 import hvdkit.keras as hk
 
-planting.begin()
+injecting.begin()
 world = hk.init()
 
 
 def read(x):
-    planting.sample(hidden=1.2 * planting.STEP_S)  # fit prefetches
+    injecting.sample(hidden=1.2 * injecting.STEP_S)  # fit prefetches
     return x
 
 
@@ -23,7 +23,7 @@ def pair(x):
 
 def computed(_):
     "After its batch is there."
-    planting.compute()
+    injecting.compute()
     return np.float32(0)
 
 
@@ -34,8 +34,8 @@ class Computes(keras.layers.Layer):
         return x + tf.ensure_shape(tf.numpy_function(computed, [x], tf.float32), ())
 
 
-model = keras.Sequential([keras.Input((1,)), Computes(), keras.layers.Dense(planting.large()), keras.layers.Dense(1)])
+model = keras.Sequential([keras.Input((1,)), Computes(), keras.layers.Dense(injecting.large()), keras.layers.Dense(1)])
 model.compile(hk.distribute(keras.optimizers.SGD(1e-9)), "mse")
-between = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: planting.after_step())
+between = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: injecting.after_step())
 callbacks = [hk.BroadcastState(), between]
-model.fit(tf.data.Dataset.range(planting.STEPS).map(pair), epochs=1, verbose=0, callbacks=callbacks)
+model.fit(tf.data.Dataset.range(injecting.STEPS).map(pair), epochs=1, verbose=0, callbacks=callbacks)

@@ -238,9 +238,11 @@ def nccl_apart(kit: Kit) -> dict[str, Any]:
 def amp(kit: Kit) -> dict[str, Any]:
     found = trained(kit, "fp16")
     (scale,) = {one["fp16"]["scale"] for one in found["ranks"]}
-    skipped = {tuple(one["fp16"]["skipped"]) for one in found["ranks"]}
+    skipped = {tuple(one["fp16"][name]) for one in found["ranks"] for name in ("skipped", "skipped_alone")}
     if skipped != {(OVERFLOW_STEP,)}:
-        raise SectionError(f"rank 1 overflowed in step {OVERFLOW_STEP}, and the ranks skipped {sorted(skipped)}")
+        raise SectionError(
+            f"rank 1 overflowed in step {OVERFLOW_STEP}, and the ranks (or one alone) skipped {sorted(skipped)}"
+        )
     found["says"].append(f"Rank 1 alone overflowed in step {OVERFLOW_STEP}: all skipped it, scale {scale:g} on all.")
     return found
 

@@ -39,7 +39,6 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         "cards": cards,
         "why": "" if cards else why,
         "names": [torch.cuda.get_device_name(card) for card in range(cards)],
-        "memory_bytes": [torch.cuda.get_device_properties(card).total_memory for card in range(cards)],
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -171,7 +170,6 @@ def train(variant: str, world: Any, device: torch.device, steps: int) -> dict[st
         "skipped": loss.skipped,
         "skipped_alone": single_loss.skipped,
         "scale": loss.scaler.get_scale(),
-        "first_step_ms": 1e3 * seconds[0],
         "step_ms": typical_ms(seconds),
     }
 

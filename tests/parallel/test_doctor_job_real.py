@@ -20,7 +20,7 @@ HVDKIT = [sys.executable, "-m", "hvdkit.cli"]
 
 
 @pytest.fixture
-def preflight(ranks_command, tmp_path):
+def doctor_job(ranks_command, tmp_path):
     """Run the command on n ranks, each first doing what ``before`` (a line of shell) says; its exit status and text.
 
     Each is a fork of a process that has imported PyTorch, or one of its own, where what it finds must be looked for.
@@ -30,8 +30,8 @@ def preflight(ranks_command, tmp_path):
         start, environment = ranks_command(n, "mpi")
         if controller == "gloo":
             start = [*HVDKIT, "launch", "-n", str(n), "--launcher", "horovodrun", "--no-tag", "--"]
-        preflight = [*(warm("torch").stub("hvdkit.__main__") if forked else HVDKIT), "doctor", "--job", *options]
-        command = [*start, "sh", "-c", f'{before}; exec "$@"', "sh", *preflight]
+        doctor_job = [*(warm("torch").stub("hvdkit.__main__") if forked else HVDKIT), "doctor", "--job", *options]
+        command = [*start, "sh", "-c", f'{before}; exec "$@"', "sh", *doctor_job]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     return run
@@ -45,8 +45,8 @@ def executable(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_a_sound_job(preflight, controller):
-    done = preflight(2, "--json", controller=controller)
+def test_a_sound_job(doctor_job, controller):
+    done = doctor_job(2, "--json", controller=controller)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert found["ok"] and [rank["horovod"]["rank"] for rank in found["ranks"]] == [0, 1]
@@ -54,19 +54,19 @@ def test_a_sound_job(preflight, controller):
     assert found["ranks"][0]["versions"]["horovod"] == "0.28.1"
 
 
-def test_every_process_is_rank_0_of_1(preflight):
-    done = preflight(1, before="export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_ID=0")
+def test_every_process_is_rank_0_of_1(doctor_job):
+    done = doctor_job(1, before="export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_ID=0")
     assert done.returncode == 1
     assert "error [start]" in done.stdout and "srun started rank 0 of 4, but Horovod (over Open MPI" in done.stdout
 
 
-def test_another_version_on_one_rank_and_a_gpu_that_pytorch_does_not_use(preflight, tmp_path):
+def test_another_version_on_one_rank_and_a_gpu_that_pytorch_does_not_use(doctor_job, tmp_path):
     executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU-12345678\n")
     metadata = tmp_path / "other" / "torch-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     other = f'[ "$OMPI_COMM_WORLD_RANK" = 0 ] || export PYTHONPATH={tmp_path}/other:$PYTHONPATH'
-    done = preflight(2, "--json", before=f"export PATH={tmp_path}/bin:$PATH; {other}", forked=False)
+    done = doctor_job(2, "--json", before=f"export PATH={tmp_path}/bin:$PATH; {other}", forked=False)
     assert done.returncode == 0  # they train
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert [rank["gpus"] for rank in found["ranks"]] == [["GPU-12345678"]] * 2
@@ -74,9 +74,9 @@ def test_another_version_on_one_rank_and_a_gpu_that_pytorch_does_not_use(preflig
     assert what.endswith("on rank 0; 9.9 on rank 1.")
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(preflight):
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(doctor_job):
     late = '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || sleep 100'
-    done = preflight(2, "--timeout", "3", before=late)
+    done = doctor_job(2, "--timeout", "3", before=late)
     assert done.returncode != 0
     assert "rank 0 of 2 has not met the others after 3 s" in done.stderr
 

@@ -103,7 +103,5 @@ def test_the_blocks_run_typed_in_order_after_make_demo(demo_environment, tmp_pat
         assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
         if re.search(r"launch -n 2 .*cnn", commands):
             assert re.search(r"^\[0\] Hvd Procs 2 Total time: [\d.]+ second$", done.stdout, re.MULTILINE), commands
-        for written in re.findall(
-            r"(?:-o|--plot|--json|--report|--timeline|--profile|--mpi-profile) ([\w.]+)", commands
-        ):
+        for written in re.findall(r"(?:-o|--plot|--json|--timeline|--profile|--mpi-profile) ([\w.]+)", commands):
             assert (tmp_path / written).exists(), written

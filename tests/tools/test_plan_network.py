@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from predict_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
+from plan_scale_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
 
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.plan import link

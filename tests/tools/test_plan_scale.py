@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from emulate_results import from_sizes
-from predict_measured import results
+from plan_scale_measured import results
 
 from hvdkit import cli
 from hvdkit.common import json_files
@@ -238,7 +238,7 @@ def test_no_path_or_host_is_in_the_output(capsys, folder):
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmark_predict", ROOT / "benchmarks" / "predict.py")
+    spec = importlib.util.spec_from_file_location("benchmark_plan_scale", ROOT / "benchmarks" / "plan_scale.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from predict_measured import results
+from plan_scale_measured import results
 
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.plan import network as model

@@ -80,7 +80,7 @@ def test_checkpoints_are_counted(capsys):
 def test_the_curve_rises_to_the_scaled_rate_and_stays():
     training = model.PlannedTraining(640, 16, 0.1, 8, warmup_epochs=2)
     row = model.row(training, 4)
-    rates = model.curve(training, row)
+    rates = model.curve(training, row, range(row.steps))
     assert len(rates) == row.steps == 80
     assert rates[0] == pytest.approx(0.1) and rates[20] == pytest.approx(0.4)
     assert all(before < after for before, after in itertools.pairwise(rates[:21]))

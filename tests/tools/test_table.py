@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import emulate_results
-import predict_measured
+import plan_scale_measured
 import pytest
 import trace_files
 from hypothesis import given, settings
@@ -121,7 +121,7 @@ def recordings(tmp_path_factory):
         where = subject.WithCommit("1", "3.11", "Linux", {}, 4, None)
         bench_results.write(place / f"bench{number}.json", bench_results.ScalingResults(asked, where, (), (), jobs))
     for ranks in (2, 4):
-        emulate_files.write(place / f"measured{ranks}.json", predict_measured.results(ranks), None)
+        emulate_files.write(place / f"measured{ranks}.json", plan_scale_measured.results(ranks), None)
     return {"R": place, "T": DATA / "timelines", "M": DATA / "mpi_profiles"}
 
 

@@ -26,7 +26,7 @@ def every(value, count=100):
 
 def reductions(negotiate, whole, tensor="", size=None):
     phases = {"negotiate": every(negotiate), "whole": every(whole)}
-    return TensorSummary(tensor, "ALLREDUCE", "float32", None, 100, size, 0, phases, whole, 100, 0)
+    return TensorSummary(tensor, "ALLREDUCE", "float32", None, 100, size, phases, whole, 100, 0)
 
 
 STEPS = Steps(

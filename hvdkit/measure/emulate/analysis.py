@@ -40,7 +40,7 @@ class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype
         count, dtype: elements and their type; None for all together, or where one size has several types.
         per_step: collectives of this size in a step.
         samples: how many delays.
-        mean_s, min_s, max_s: of them.
+        mean_s, max_s: of them.
         p50_s: their median, with its interval.
         p90_s, p99_s, p999_s: percentiles, by linear interpolation; None with fewer than 10, 100, 1000 samples.
         skew_s: median, from the first rank's arrival to the last one's; None for whole steps, as are the next three.
@@ -57,7 +57,6 @@ class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype
     per_step: int
     samples: int
     mean_s: float
-    min_s: float
     max_s: float
     p50_s: Estimate
     p90_s: float | None
@@ -89,7 +88,7 @@ class RankRow(Part, frozen=True):
 
 
 class Outlier(Part, frozen=True, rename={"nbytes": "size"}):
-    """A collective that took much longer than others of its size: see ``RULE``.
+    """A collective that took much longer than others of its size (Tukey: far out).
 
     Attributes:
         trial, index, name, nbytes: which.
@@ -126,12 +125,11 @@ class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor"}):
         cdf_band: half the height of the band around the distribution of all delays, see ``distribution``.
         outliers: the longest first.
         notes: full sentences: what a reader should know.
-        outlier_rule: from when on a collective is one.
         confidence: of the intervals.
     """
 
     kind = "emulate-summary"
-    schema = 2
+    schema = 3
     written_by = "hvdkit emulate show --json"
 
     asked: EmulateAsked
@@ -145,7 +143,6 @@ class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor"}):
     cdf_band: float
     outliers: tuple[Outlier, ...]
     notes: tuple[str, ...]
-    outlier_rule: str = RULE
     confidence: float = CONFIDENCE
 
 
@@ -270,7 +267,6 @@ def _times_row(
     return TimesRow(
         samples=len(delays),
         mean_s=float(delays.mean()),
-        min_s=float(delays.min()),
         max_s=float(delays.max()),
         p50_s=median(delays, rng) if independent is None else Estimate(float(np.median(delays))),
         p90_s=p90,

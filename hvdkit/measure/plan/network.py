@@ -204,19 +204,18 @@ class CostModel:
         }
 
 
-def given(alpha_s: float, bytes_per_s: float, ppn: int = 1, algorithm: str = RING) -> CostModel:
+def given(alpha_s: float, bytes_per_s: float, ppn: int = 1) -> CostModel:
     """A model of a network that was not measured: no intervals."""
-    return CostModel(None, None, ppn, algorithm).with_network(alpha_s, bytes_per_s)
+    return CostModel(None, None, ppn, RING).with_network(alpha_s, bytes_per_s)
 
 
-def fit(results: Sequence[EmulateResults], *, ppn: int | None = None, seed: int = 0) -> CostModel:
+def fit(results: Sequence[EmulateResults], *, ppn: int | None = None) -> CostModel:
     """Fit a model to measurements of allreduces.
 
     Args:
         results: of ``hvdkit emulate``: one host, several hosts, or both; two sizes at least on each level, and two
             numbers of ranks for the overhead to be told from alpha.
         ppn: ranks that a host holds; by default as many as were measured on one.
-        seed: of the resamples.
     Raises:
         InvalidArgumentError: measurements that cannot be one model, or too few of them.
         MissingFrameworkError: SciPy is not installed.
@@ -227,7 +226,7 @@ def fit(results: Sequence[EmulateResults], *, ppn: int | None = None, seed: int 
             "there is no allreduce on two ranks or more in the measurements; run "
             "'hvdkit emulate --sizes 65536,1048576,16777216 -n 2 --json two.json' and the same with -n 3."
         )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     links = {level: _fit_level(level, found, rng) for level, found in cells.items() if found}
     measured = [cell.ppn for cell in cells[NETWORK]] + [cell.ranks for cell in cells[HOST]]
     holds = ppn or max(measured)

@@ -118,7 +118,7 @@ class PlannedScale(Document, frozen=True):
 
 
 def predict(
-    model: CostModel, delays: Delays, work: Workload, ranks: Sequence[int], algorithm: str | None = None, seed: int = 0
+    model: CostModel, delays: Delays, work: Workload, ranks: Sequence[int], algorithm: str | None = None
 ) -> list[PredictionRow]:
     """A row for each number of ranks; without numbers, and with the reason, where the model refuses so many.
 
@@ -128,13 +128,12 @@ def predict(
         work: what a rank does.
         ranks: each >= 1.
         algorithm: as in ``CostModel.allreduce_s``.
-        seed: of the resamples.
     """
     rows = []
     for n in ranks:
         try:
             refused = model.why_not(n)
-            found = _row(model, delays, work, n, algorithm, np.random.default_rng([seed, n])) if not refused else None
+            found = _row(model, delays, work, n, algorithm, np.random.default_rng([0, n])) if not refused else None
         except InvalidArgumentError as error:
             found, refused = None, str(error)
         rows.append(found or PredictionRow(n, model.hosts(n), refused=refused))

@@ -146,8 +146,8 @@ def row(training: PlannedTraining, ranks: int) -> PlanRow:
     )
 
 
-def curve(training: PlannedTraining, planned: PlanRow, steps: Iterable[int] | None = None) -> list[float]:
-    """The learning rate of each of some steps of the training, or of all; it rises in the warmup and then stays.
+def curve(training: PlannedTraining, planned: PlanRow, steps: Iterable[int]) -> list[float]:
+    """The learning rate of each of some steps of the training; it rises in the warmup and then stays.
 
     Args:
         steps: numbers of steps, from 0 on.
@@ -156,8 +156,7 @@ def curve(training: PlannedTraining, planned: PlanRow, steps: Iterable[int] | No
     """
     if planned.steps is None:
         raise InvalidArgumentError(f"on {planned.ranks} ranks no step is left; there is no learning rate to show.")
-    wanted = range(planned.steps) if steps is None else steps
-    return [_rate(training, planned.ranks, step, planned.warmup_steps) for step in wanted]
+    return [_rate(training, planned.ranks, step, planned.warmup_steps) for step in steps]
 
 
 def _policy(training: PlannedTraining, world: Topology, remainder: str) -> Policy:

@@ -70,7 +70,7 @@ class _Joined:
         """The times of the steps, whose causes stand as they are: no other recording was looked at before."""
         directory = paths[0].parent
         self._steps = told = step_causes.look(step_files.read(directory), directory, self._launched)
-        self._settled = LATE if told.exchange is not None else frozenset()
+        self._settled = LATE if told.ready else frozenset()
         self._causes += told.causes
         self._untold += told.untold
         return [], f"{told.steps} steps of {told.ranks} ranks"
@@ -124,7 +124,7 @@ class _Joined:
         """A cause that is not there yet; one that is there gets a further witness."""
         if place not in cause.evidence:
             cause = replace(cause, evidence=f"{place}: {cause.evidence}")
-        timed = self._steps is not None and not any("gradients were there" in one for one in self._untold)
+        timed = self._steps is not None and self._steps.ready
         for at, other in enumerate(self._causes):
             others = bool(cause.ranks and other.ranks) and {*cause.ranks}.isdisjoint(other.ranks)
             late = cause.kind in LATE and other.kind in LATE and (timed or _same_delay(cause, other))

@@ -17,7 +17,7 @@ import numpy as np
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats, When, doing, lower_median, named, to_blame
-from hvdkit.read.causes import ADVICE, SENTENCES, WORTH_SAYING, Cause
+from hvdkit.read.causes import ADVICE, SENTENCES, Cause
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
 from hvdkit.steps.step_files import RankTimes
@@ -56,7 +56,7 @@ class StepCauses:
         step_s: mean seconds of one.
         causes: the one that saves most first.
         untold: what these times do not say, full sentences.
-        exchange: share of a step after its last rank was ready; None where that is not known.
+        ready: whether the ranks say when their gradients were there.
         waits: see ``StepTable``.
         accounts: where the whole recorded time went, seconds by name.
     """
@@ -66,7 +66,7 @@ class StepCauses:
     step_s: float
     causes: list[Cause]
     untold: list[str]
-    exchange: float | None
+    ready: bool
     waits: Floats | None
     accounts: dict[str, float]
 
@@ -125,7 +125,7 @@ def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = N
         step_s=job.step_s,
         causes=[*_by_saving(job, launched), *_first_step(job)],
         untold=untold,
-        exchange=float(job.exchange.sum()) / job.total_s if job.ready else None,
+        ready=job.ready,
         waits=job.waits,
         accounts=job.accounts(),
     )
@@ -438,9 +438,8 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         "input-everywhere": SENTENCES["input-everywhere"][1],
         "exchange": "Look at the network at these times: other jobs, a link that is down, connections made anew.",
     }[kind]
-    least = {"growth": "growth", "first": "first", "stall": "stall"}[words]
     return _Candidate(
-        kind, f"{verb}{tail}.", evidence, advice, _LEAST[least], less, exchange, once=kind == "first-steps"
+        kind, f"{verb}{tail}.", evidence, advice, _LEAST[words], less, exchange, once=kind == "first-steps"
     )
 
 
@@ -532,7 +531,7 @@ def _first_step(job: StepTable) -> list[Cause]:
     first = job.first[1]
     lost = first - float(np.median(job.own.max(axis=0) + job.exchange))
     recorded = job.total_s + job.first[0]
-    if lost < _FIRST_STEP_S or lost < max(_FIRST_STEP, WORTH_SAYING) * recorded:
+    if lost < _FIRST_STEP_S or lost < _FIRST_STEP * recorded:
         return []
     return [
         Cause(

@@ -24,7 +24,6 @@ class TensorSummary:
         tensor, kind, dtype, shape: what it is, as far as the file says.
         count: how many operations.
         bytes: of one operation, the largest; None where the file does not say.
-        total_bytes: of all operations whose size is known.
         phases: group of phases (model.GROUPS) to its distribution, "whole" from announcement to end.
         first: duration of the first operation.
         fused: how many of them went through the fusion buffer.
@@ -37,7 +36,6 @@ class TensorSummary:
     shape: tuple[int, ...] | None
     count: int
     bytes: int | None
-    total_bytes: int
     phases: dict[str, Distribution]
     first: float
     fused: int

@@ -40,7 +40,7 @@ class SummaryFound(Document, frozen=True):
     """
 
     kind = "timeline-summary"
-    schema = 3
+    schema = 4
     written_by = "hvdkit timeline summary --json"
     times = frozenset(_TIMES.split())
     unit_s = 1e-6

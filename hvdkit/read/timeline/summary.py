@@ -260,7 +260,6 @@ def _tensor(columns: TimelineColumns, rows: NDArray[np.intp], tensor: Tensor) ->
         shape=tensor.shape,
         count=len(rows),
         bytes=int(known.max()) if len(known) else None,
-        total_bytes=int(known.sum()),
         phases={group: found for group, found in phases.items() if found is not None},
         first=float(whole[0]),
         fused=int(columns.fused[rows].sum()),

@@ -1,9 +1,9 @@
 """How well `hvdkit plan scale` predicts.
 
-    python benchmarks/predict.py                       4 ranks from 2 and 3, on 4 namespaces at 1 Gbit/s (needs root)
-    python benchmarks/predict.py --engine mpi --rounds 5 --keep measured
-    python benchmarks/predict.py --from measured       the same table from the kept files, without measuring
-    python benchmarks/predict.py --published           efficiencies that were published
+    python benchmarks/plan_scale.py                       4 ranks from 2 and 3, on 4 namespaces at 1 Gbit/s (needs root)
+    python benchmarks/plan_scale.py --engine mpi --rounds 5 --keep measured
+    python benchmarks/plan_scale.py --from measured       the same table from the kept files, without measuring
+    python benchmarks/plan_scale.py --published           efficiencies that were published
 
 Each round runs `hvdkit emulate` on 2, 3 and 4 hosts, one rank each, in random order. The model is fitted on 2 and 3 and
 predicts the median of 4 at each size; the error is predicted / measured - 1. Four ranks that share two cores also
@@ -29,7 +29,7 @@ from hvdkit.measure.plan.scale import Workload, predict
 from hvdkit.measure.plan.step_time import Fusion, gradients, measured
 
 ROOT = Path(__file__).parents[1]
-PUBLISHED = ROOT / "tests" / "data" / "predict" / "published.toml"
+PUBLISHED = ROOT / "tests" / "data" / "plan_scale" / "published.toml"
 SIZES = [2**power for power in range(16, 25)]
 FITTED, PREDICTED = (2, 3), 4
 LIMIT = 0.10

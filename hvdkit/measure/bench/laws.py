@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdkit.common.intervals import Estimate, estimate, resampled_medians
+from hvdkit.observe.lateness import Floats
 
 _FITS = 1000
 """Resamples that are fitted."""
 STRONG, WEAK = "strong", "weak"
-_Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class Law:
     mode: str
     formula: str
     source: str
-    matrix: Callable[[_Array], _Array]
-    parameters: Callable[[_Array], dict[str, float]]
+    matrix: Callable[[Floats], Floats]
+    parameters: Callable[[Floats], dict[str, float]]
     inverse: bool = False
 
 
@@ -67,15 +66,15 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole > 0 else float("nan")
 
 
-def _usl_parameters(x: _Array) -> dict[str, float]:
+def _usl_parameters(x: Floats) -> dict[str, float]:
     return {"t1": float(x[0]), "sigma": _share(x[1], x[0]), "kappa": _share(x[2], x[0])}
 
 
-def _usl_matrix(n: _Array) -> _Array:
+def _usl_matrix(n: Floats) -> Floats:
     return np.column_stack([np.ones_like(n), n - 1, n * (n - 1)])
 
 
-def _serial_matrix(n: _Array) -> _Array:
+def _serial_matrix(n: Floats) -> Floats:
     return np.column_stack([np.ones_like(n), 1 / n])
 
 
@@ -134,7 +133,7 @@ def fit(law: Law, samples: Mapping[int, Sequence[float]], rng: np.random.Generat
 
     medians = np.array([np.median(samples[n]) for n in ranks])
 
-    def solved(seconds: _Array) -> _Array:
+    def solved(seconds: Floats) -> Floats:
         """The coefficients with the least relative errors, A x / b - 1."""
         relative = matrix * seconds[:, None] if law.inverse else matrix / seconds[:, None]
         return np.asarray(nnls(relative, np.ones_like(seconds))[0])

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdkit.common.intervals import CONFIDENCE, Estimate, median
 from hvdkit.common.json_files import Document, Part
@@ -16,8 +15,8 @@ from hvdkit.common.units import share_text
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults
+from hvdkit.observe.lateness import Floats
 
-Floats = NDArray[np.float64]
 PERCENTILES = {"p90": (0.9, 10), "p99": (0.99, 100), "p99.9": (0.999, 1000)}
 """The share, and how many samples it needs: as many as make one beyond it likely. With fewer it is the maximum."""
 ENOUGH_FOR_OUTLIERS = 8

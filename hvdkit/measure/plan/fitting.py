@@ -26,7 +26,6 @@ from hvdkit.measure.plan.link import (
     DRAWS,
     GAMMA,
     OVERHEAD,
-    Array,
     Link,
     Misfit,
     Terms,
@@ -34,6 +33,7 @@ from hvdkit.measure.plan.link import (
     slopes,
     steps,
 )
+from hvdkit.observe.lateness import Floats
 
 _ROUNDS = 12
 _NOISE = 0.005
@@ -60,7 +60,7 @@ class Cell:
     ppn: int
     nbytes: int
     ring: bool
-    seconds: Array
+    seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class _Candidate:
     algorithm: str
     knots: tuple[float, ...]
     extras: int
-    matrix: Array
+    matrix: Floats
     told: NDArray[np.bool_]
-    best: Array
+    best: Floats
     score: float
 
 
@@ -119,7 +119,7 @@ def fit(
     )
 
 
-def _of_one(cells: Sequence[Cell], medians: Array, algorithm: str, terms: Callable[[Cell, str], Terms]) -> _Candidate:
+def _of_one(cells: Sequence[Cell], medians: Floats, algorithm: str, terms: Callable[[Cell, str], Terms]) -> _Candidate:
     counted = [terms(cell, algorithm) for cell in cells]
     moved = np.array([one.moved for one in counted])
     best: _Candidate | None = None
@@ -139,7 +139,7 @@ def _of_one(cells: Sequence[Cell], medians: Array, algorithm: str, terms: Callab
     return best
 
 
-def _pieces(moved: Array) -> Iterator[tuple[tuple[float, ...], bool]]:
+def _pieces(moved: Floats) -> Iterator[tuple[tuple[float, ...], bool]]:
     """Where pieces may begin, and whether with a step: each holds three measurements of two sizes or more."""
     yield (0.0,), False
     values = np.unique(moved)
@@ -155,7 +155,7 @@ def _pieces(moved: Array) -> Iterator[tuple[tuple[float, ...], bool]]:
                 yield edges[:-1], True
 
 
-def _told(relative: Array, knots: tuple[float, ...], stepped: bool) -> NDArray[np.bool_]:
+def _told(relative: Floats, knots: tuple[float, ...], stepped: bool) -> NDArray[np.bool_]:
     """Which columns the measurements tell apart: slopes and steps first, then alpha, then the overhead, then gamma."""
     columns = range(relative.shape[1])
     told = np.zeros(len(columns), dtype=bool)
@@ -170,19 +170,19 @@ def _told(relative: Array, knots: tuple[float, ...], stepped: bool) -> NDArray[n
     return told
 
 
-def _scale(errors: Array) -> float:
+def _scale(errors: Floats) -> float:
     """From which error on soft-L1 grows no faster than the error: the spread of most of them."""
     ordered = np.sort(np.abs(errors))
     median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2  # np.median takes ten times as long
     return max(4 * _NOISE, 1.4826 * float(median))
 
 
-def _loss(errors: Array) -> float:
+def _loss(errors: Floats) -> float:
     scale = _scale(errors)
     return float(np.mean(2 * scale**2 * (np.sqrt(1 + (errors / scale) ** 2) - 1)))
 
 
-def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
+def solve(relative: Floats, rounds: int = _ROUNDS) -> Floats:
     """Coefficients that are not negative and bring ``relative @ x`` near to 1 in soft-L1.
 
     It is what ``scipy.optimize.least_squares`` finds with this loss and these bounds, in a tenth of the time.
@@ -204,7 +204,7 @@ def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
     return np.asarray(solution / sizes)
 
 
-def _resampled(medians: Array, best: _Candidate, rng: np.random.Generator) -> Array:
+def _resampled(medians: Floats, best: _Candidate, rng: np.random.Generator) -> Floats:
     """Coefficients from cells that are drawn with replacement, too; the cells' errors go with the cells."""
     rows = rng.integers(len(medians), size=len(medians))
     relative = best.matrix[rows][:, best.told] / medians[rows, None]

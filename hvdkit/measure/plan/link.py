@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdkit.common.intervals import Estimate, estimate
+from hvdkit.observe.lateness import Floats
 
 RING = "ring"
 
@@ -98,7 +98,6 @@ DRAWS = 500
 _NEAREST = 8
 OVERHEAD, ALPHA, GAMMA, FIRST_SLOPE = range(4)
 """Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +110,11 @@ class Misfit:
         luck: where in the spread each draw is, from 0 to 1, shape (DRAWS,).
     """
 
-    moved: Array
-    spread: Array
-    luck: Array
+    moved: Floats
+    spread: Floats
+    luck: Floats
 
-    def factors(self, moved: float) -> Array:
+    def factors(self, moved: float) -> Floats:
         """What to multiply the draws with at so many bytes, > 0: the quantiles of the nearest cells' spread.
 
         What is off in one direction may be off in the other next time, so that both count and the estimate lies in the
@@ -126,7 +125,7 @@ class Misfit:
         return np.asarray(np.exp(np.quantile(np.concatenate((off, -off)), self.luck)))
 
 
-def features(terms: Terms, knots: Sequence[float]) -> Array:
+def features(terms: Terms, knots: Sequence[float]) -> Floats:
     """What is multiplied with the coefficients, shape (2 + 2 pieces,)."""
     ends = (*knots[1:], np.inf)
     pieces = [max(0.0, min(terms.moved, end) - start) for start, end in zip(knots, ends, strict=True)]
@@ -163,14 +162,14 @@ class Link:
 
     algorithm: str
     knots: tuple[float, ...]
-    best: Array
-    draws: Array
+    best: Floats
+    draws: Floats
     misfit: Misfit | None
     told: tuple[bool, ...]
     residuals: tuple[float, ...] = ()
     rivals: tuple[str, ...] = ()
 
-    def seconds(self, terms: Terms) -> tuple[float, Array]:
+    def seconds(self, terms: Terms) -> tuple[float, Floats]:
         """The time of an allreduce with these terms: the best one, and by draw, shape (DRAWS,)."""
         row = features(terms, self.knots)
         factors = 1.0 if self.misfit is None else self.misfit.factors(terms.moved)
@@ -243,7 +242,7 @@ def untold(host: Link | None) -> Link:
     return Link(RING if host is None else host.algorithm, (0.0,), best, draws, None, tuple(told))
 
 
-def estimated(best: float, draws: Array) -> Estimate:
+def estimated(best: float, draws: Floats) -> Estimate:
     """A value of at least 0 with the interval of its draws, around the value; without ends where all draws are alike.
 
     The percentiles of resamples need not lie around what the measurements themselves give (the longest wait of a

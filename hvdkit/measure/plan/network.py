@@ -20,13 +20,13 @@ from hvdkit.measure.plan.link import (
     GAMMA,
     OVERHEAD,
     RING,
-    Array,
     Link,
     Terms,
     estimated,
     shared,
     untold,
 )
+from hvdkit.observe.lateness import Floats
 
 if TYPE_CHECKING:
     from hvdkit.measure.emulate.results import EmulateResults
@@ -82,7 +82,7 @@ class CostModel:
         best, draws = self.draws_s(nbytes, ranks, algorithm)
         return estimated(best, draws)
 
-    def draws_s(self, nbytes: float, ranks: int, algorithm: str | None = None) -> tuple[float, Array]:
+    def draws_s(self, nbytes: float, ranks: int, algorithm: str | None = None) -> tuple[float, Floats]:
         """As ``allreduce_s``: the best value, and one for each draw, shape (link.DRAWS,)."""
         if ranks > MOST_RANKS:
             raise InvalidArgumentError(f"the number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}.")

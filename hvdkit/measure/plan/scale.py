@@ -22,9 +22,10 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network
-from hvdkit.measure.plan.link import FLAT, Array, Link, estimated
+from hvdkit.measure.plan.link import FLAT, Link, estimated
 from hvdkit.measure.plan.network import CostModel
 from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, PredictedExchange, exchange, gradients, measured
+from hvdkit.observe.lateness import Floats
 
 BACKWARD_SHARE = 2 / 3
 """Backward computes two products for each one of forward: with respect to the inputs and to the weights."""
@@ -178,9 +179,9 @@ def _exchanges(
     model: CostModel, work: Workload, n: int, algorithm: str | None
 ) -> tuple[PredictedExchange, list[PredictedExchange]]:
     """What becomes of the gradients by the best parameters, and by each draw of them."""
-    known: dict[float, tuple[float, Array]] = {}
+    known: dict[float, tuple[float, Floats]] = {}
 
-    def costs(nbytes: float) -> tuple[float, Array]:
+    def costs(nbytes: float) -> tuple[float, Floats]:
         if nbytes not in known:
             known[nbytes] = model.draws_s(nbytes, n, algorithm)
         return known[nbytes]

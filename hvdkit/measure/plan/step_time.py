@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdkit.measure.emulate.plan import ReplayPlan
-from hvdkit.measure.plan.link import Array
+from hvdkit.observe.lateness import Floats
 
 if TYPE_CHECKING:
     from hvdkit.measure.emulate.results import EmulateResults
@@ -156,7 +156,7 @@ class Delays:
     """
 
     ranks: int
-    skews: Array
+    skews: Floats
     injected: bool = False
 
     def power(self, n: int) -> float:
@@ -171,7 +171,7 @@ class Delays:
         """Seconds that the slowest of n ranks is behind the first, on average; 0 for n = 1."""
         return _largest(self.skews, self.power(n)) if self._known(n) else 0.0
 
-    def draws_s(self, n: int, count: int, rng: np.random.Generator) -> Array:
+    def draws_s(self, n: int, count: int, rng: np.random.Generator) -> Floats:
         """The same from ``count`` resamples."""
         if not self._known(n):
             return np.zeros(count)
@@ -199,7 +199,7 @@ def measured(results: Sequence[EmulateResults]) -> Delays:
     return Delays(most, np.array(list(steps.values())), injected)
 
 
-def _largest(skews: Array, power: float) -> float:
+def _largest(skews: Floats, power: float) -> float:
     """The mean of the largest of ``power`` draws: the mean over v of Q(v^(1/power)), Q being the quantiles."""
     ordered = np.sort(skews)
     above = -np.expm1(np.log(_GRID) / power)  # 1 - v^(1/power), exact also near 0

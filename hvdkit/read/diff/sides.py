@@ -13,12 +13,12 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdkit.common import files, json_files
 from hvdkit.common.json_files import Positive, Seconds, Whole
 from hvdkit.common.units import bytes_text, count_text, printable, ranks_text
 from hvdkit.errors import CorruptDataError, DataError
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.sources import LAUNCH, STEPS
 from hvdkit.read.explain.step_table import table
@@ -34,7 +34,6 @@ from hvdkit.read.trace.reader import collect as collect_trace
 from hvdkit.read.trace.summary import files_of, nest, one_rank, self_times_by_step
 from hvdkit.steps import step_files
 
-Floats = NDArray[np.float64]
 STEP = "step"
 _MONITORED = ("step", "input", "compute", "wait")
 _US = 1e-6

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import SENTENCES, Cause, many_small
 from hvdkit.read.timeline.causes import outside_cache
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
-from hvdkit.read.timeline.measures import Floats, covered, union
+from hvdkit.read.timeline.measures import covered, union
 
 KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "sparse"})
 """What is told here."""

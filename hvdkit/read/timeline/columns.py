@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.read.timeline.measures import Floats, batch_numbers
+from hvdkit.observe.lateness import Floats
+from hvdkit.read.timeline.measures import batch_numbers
 from hvdkit.read.timeline.model import GROUPS, CycleMark, group_of
 from hvdkit.read.timeline.reader import Recording
 

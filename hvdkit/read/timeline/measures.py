@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.observe.lateness import Floats
 
-Floats = NDArray[np.float64]
 Intervals = tuple[Floats, Floats]
 """Starts and ends of disjoint intervals, in order; any unit."""
 

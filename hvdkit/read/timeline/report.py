@@ -23,11 +23,12 @@ import numpy as np
 import hvdkit
 from hvdkit.common.units import bytes_text, duration_text, printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
-from hvdkit.read.timeline.measures import Distribution, Floats, step_window
+from hvdkit.read.timeline.measures import Distribution, step_window
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, TimelineSummary

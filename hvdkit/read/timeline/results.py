@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline.measures import Distribution
 
 CYCLE_TIME = 1000.0
@@ -73,10 +73,10 @@ class Steps:
     late: float | None
     negotiation: float | None
     first_setup: float
-    begins: NDArray[np.float64]
+    begins: Floats
 
     @property
-    def durations(self) -> NDArray[np.float64]:
+    def durations(self) -> Floats:
         """Of every step but the last."""
         return np.diff(self.begins)
 

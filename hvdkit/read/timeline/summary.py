@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.observe import lateness
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect, exchanges
 from hvdkit.read.timeline.measures import distribution
@@ -169,7 +170,7 @@ def _new_names(columns: TimelineColumns) -> int:
     return 0
 
 
-def _copies(columns: TimelineColumns) -> tuple[measures.Floats, measures.Floats]:
+def _copies(columns: TimelineColumns) -> tuple[Floats, Floats]:
     """When tensors were copied into the fusion buffer, right before their exchange, and out of it, right after."""
     into, out = (columns.durations[:, GROUPS.index(group)] for group in ("memcpy in", "memcpy out"))
     first, last = columns.exchange.T
@@ -271,8 +272,8 @@ def _steps(
     columns: TimelineColumns,
     numbers: NDArray[np.intp],
     in_steps: NDArray[np.bool_],
-    in_exchanges: tuple[measures.Floats, measures.Floats],
-    setup: tuple[measures.Floats, measures.Floats],
+    in_exchanges: tuple[Floats, Floats],
+    setup: tuple[Floats, Floats],
     cycle: float,
 ) -> Steps | None:
     """The steps from the rows that belong to them, by the ``numbers`` of their steps; None where there are none."""
@@ -332,7 +333,7 @@ def _batches(
     return batches, _bandwidth(all_.bytes, times, ranks)
 
 
-def _bandwidth(sizes: measures.Floats, times: measures.Floats, ranks: int | None) -> Bandwidth | None:
+def _bandwidth(sizes: Floats, times: Floats, ranks: int | None) -> Bandwidth | None:
     known = (sizes > 0) & (times > 0)
     sizes, times = sizes[known], times[known]
     if not len(sizes):

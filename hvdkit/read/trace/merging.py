@@ -14,8 +14,9 @@ import numpy as np
 from hvdkit.common import files
 from hvdkit.common.json_files import Document
 from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline import columns as timelines
-from hvdkit.read.timeline.measures import Floats, common, inside, joined, length, union
+from hvdkit.read.timeline.measures import common, inside, joined, length, union
 from hvdkit.read.timeline.model import CycleMark
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.trace.reader import Source, TraceFile, collect

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from hvdkit.common import files
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.read.timeline.measures import Floats, Intervals, union
+from hvdkit.observe.lateness import Floats
+from hvdkit.read.timeline.measures import Intervals, union
 from hvdkit.read.timeline.model import COLLECTIVE_PREFIXES
 
 MOST_BYTES = 1 << 32

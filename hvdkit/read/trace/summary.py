@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.observe import lateness
+from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import by_cost
-from hvdkit.read.timeline.measures import Floats, Intervals, common, covered, inside, joined, length, without
+from hvdkit.read.timeline.measures import Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.reader import LABELS, SYNCHRONISES, Kind, Source, TraceColumns, collect, step_number
 from hvdkit.read.trace.results import (
@@ -401,9 +402,7 @@ def _label(source: int, kind: int) -> str:
     return LABELS[Kind(kind)]
 
 
-def self_times_by_step(
-    columns: TraceColumns, calls: EventCalls
-) -> tuple[dict[tuple[str, str], NDArray[np.float64]], int]:
+def self_times_by_step(columns: TraceColumns, calls: EventCalls) -> tuple[dict[tuple[str, str], Floats], int]:
     """For ``hvdkit diff``: by name and kind, the milliseconds in each step, or in the window where there are none.
 
     Returns:
@@ -419,7 +418,7 @@ def self_times_by_step(
     flat = np.bincount(
         columns.name[rows] * len(windows) + step[rows], calls.self_time[rows] / 1e3, len(columns.names) * len(windows)
     ).reshape(-1, len(windows))
-    found: dict[tuple[str, str], NDArray[np.float64]] = {}
+    found: dict[tuple[str, str], Floats] = {}
     numbers, first = np.unique(columns.name[rows], return_index=True)
     for number, row in zip(numbers.tolist(), rows[first].tolist(), strict=True):
         key = columns.names[number], _label(int(columns.source[row]), int(columns.kind[row]))

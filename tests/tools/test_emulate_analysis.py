@@ -8,9 +8,10 @@ import pytest
 from emulate_results import from_sizes, made, results, sample
 
 from hvdkit.common import json_files
+from hvdkit.common.allreduce import bus_factor
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import analysis
-from hvdkit.measure.emulate.analysis import analyse, bus_factor
+from hvdkit.measure.emulate.analysis import analyse
 
 # Bandwidth
 

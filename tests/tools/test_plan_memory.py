@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
+from hvdkit.common.allreduce import FUSION_BYTES
 from hvdkit.measure import model_factory
 from hvdkit.measure.plan import memory as terms
 
@@ -107,7 +108,7 @@ def test_zero_cuts_states_then_gradients_then_parameters():
 
 def test_more_ranks_never_shrink_plain_data_parallelism(capsys):
     rows = found(capsys, *TRILLION, "-n", "1,2,1024")["ranks"]
-    assert rows[0]["data_parallel"] + terms.FUSION_BYTES == rows[1]["data_parallel"] == rows[2]["data_parallel"]
+    assert rows[0]["data_parallel"] + FUSION_BYTES == rows[1]["data_parallel"] == rows[2]["data_parallel"]
     assert rows[0]["zero"] == {
         "1": rows[0]["data_parallel"],
         "2": rows[0]["data_parallel"],

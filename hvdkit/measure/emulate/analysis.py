@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.common.allreduce import bus_factor
 from hvdkit.common.intervals import CONFIDENCE, Estimate, median
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
-from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER
+from hvdkit.errors import DataError
+from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults
 from hvdkit.observe.lateness import Floats
 
@@ -143,25 +144,6 @@ class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor"}):
     outliers: tuple[Outlier, ...]
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """busbw / algbw: how much each link carries per byte of the collective, so that busbw is the same for any n.
-
-    Args:
-        collective: one of ``check.COLLECTIVES``; reduce-scatter and all-gather together are an allreduce.
-        ranks: n, >= 1.
-    Returns:
-        2 (n - 1) / n for an allreduce, (n - 1) / n for an all-to-all, 1 for a broadcast.
-    Raises:
-        InvalidArgumentError: another collective.
-    Source: nccl-tests, doc/PERFORMANCE.md.
-    """
-    others = (ranks - 1) / ranks
-    factors = {ALLREDUCE: 2 * others, REDUCE_SCATTER: 2 * others, ALL_TO_ALL: others, BROADCAST: 1.0}
-    if collective not in factors:
-        raise InvalidArgumentError(f"The collective is {collective!r}; expected one of {', '.join(factors)}.")
-    return factors[collective]
 
 
 def analyse(results: EmulateResults) -> EmulateSummary:

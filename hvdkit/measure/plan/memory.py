@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import click
 
+from hvdkit.common.allreduce import FUSION_BYTES
 from hvdkit.common.commands import large_count, number, numbers_of_ranks, whole_numbers
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
@@ -18,8 +19,6 @@ from hvdkit.measure.model_factory import ask
 DTYPES = ("float8", "float16", "bfloat16", "float32", "float64")
 STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 """Numbers that an optimizer keeps for each parameter; momentum is SGD with it."""
-FUSION_BYTES = 128 * 1024**2
-"""HOROVOD_FUSION_THRESHOLD of Horovod 0.28.1, which is also the size of its buffer."""
 MARGIN = 1.2
 """An estimate may be so many times too low or too high: what docs/plan.md compares with lies within."""
 _FULL_PRECISION = 4

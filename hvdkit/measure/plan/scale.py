@@ -13,6 +13,7 @@ import click
 import numpy as np
 
 from hvdkit.common import json_files, plot
+from hvdkit.common.allreduce import CYCLE_S, FUSION_BYTES
 from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks
 from hvdkit.common.intervals import CONFIDENCE, Estimate
 from hvdkit.common.json_files import Document
@@ -278,9 +279,9 @@ def _draw(axes: Any, rows: Sequence[PredictionRow]) -> None:
 @click.option("--fp16-allreduce", "fp16", is_flag=True, help="Predict for gradients sent in half precision.")
 @click.option("--accumulate", type=AT_LEAST_1, default=1, metavar="K",
               help="Predict for K backward passes before each allreduce.")  # fmt: skip
-@click.option("--fusion-threshold-mb", type=float, default=128, callback=number(0), metavar="MIB",
+@click.option("--fusion-threshold-mb", type=float, default=FUSION_BYTES >> 20, callback=number(0), metavar="MIB",
               help="Horovod's fusion buffer in MiB, 0 for none.")  # fmt: skip
-@click.option("--cycle-time-ms", type=float, default=1, callback=number(0), metavar="MS",
+@click.option("--cycle-time-ms", type=float, default=round(1e3 * CYCLE_S), callback=number(0), metavar="MS",
               help="Horovod's cycle time.")  # fmt: skip
 @click.option("--no-overlap", is_flag=True, help="Predict without overlap: communication starts after backward.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")

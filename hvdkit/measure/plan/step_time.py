@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdkit.common.allreduce import CYCLE_S, FUSION_BYTES
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.observe.lateness import Floats
 
@@ -57,8 +58,8 @@ class Fusion:
         cycle_s: seconds between two looks at what is ready, >= 0 (HOROVOD_CYCLE_TIME).
     """
 
-    threshold: float = 128 * 2**20
-    cycle_s: float = 1e-3
+    threshold: float = FUSION_BYTES
+    cycle_s: float = CYCLE_S
 
 
 @dataclass(frozen=True, slots=True)

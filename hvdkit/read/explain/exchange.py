@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.allreduce import NUMBER_BYTES
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import SENTENCES, Cause, many_small
@@ -28,8 +29,6 @@ _LEAST_WAIT, _LEAST_WAIT_US = 0.1, 1500.0
 """Share of a step, and microseconds, from which on waiting for Horovod is one: a cycle is a millisecond by default."""
 _MANY = 8
 """Small exchanges in a step from which on waiting for each of them is on account of their number."""
-_NUMBER = 64
-"""Bytes up to which a tensor holds a number or a few, such as a loss."""
 _ANEW = 0.2
 """Part of the operations that are negotiated anew, from which on it is their names' doing."""
 
@@ -97,7 +96,7 @@ def _gathered_and_numbers(
     before = np.concatenate([[-np.inf], columns.end[rows][:-1]])
     spent = np.maximum(0.0, np.minimum(columns.end[rows], last[at]) - np.maximum(before, ready[at]))
     gathered = np.array([tensor.kind == "ALLGATHER" for tensor in columns.tensors])[columns.tensor[rows]]
-    numbers = ~gathered & (columns.bytes[rows] <= _NUMBER) & (columns.begin[rows] >= ready[at])
+    numbers = ~gathered & (columns.bytes[rows] <= NUMBER_BYTES) & (columns.begin[rows] >= ready[at])
     numbers &= columns.begin[rows] >= before  # one after the other: gradients are announced together
     whole, count = float((last - ready).sum()) or 1.0, len(begun)
     found, left = [], 1.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdkit.common.allreduce import NUMBER_BYTES, SMALL_BYTES
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.observe import lateness
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause
@@ -17,10 +18,6 @@ from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import CONTROL, PAYLOAD, Profile, RankProfile
 from hvdkit.steps.ranks import name_ranks
 
-SMALL = 64 * 1024
-"""Bytes below which an allreduce mostly takes its latency, not its bytes."""
-_SCALARS = 64
-"""Bytes of the largest allreduce of a training whose gradients went elsewhere: losses and metrics, no layer."""
 _UNEVEN = 0.05
 """Imbalance from which on the ranks are not alike."""
 
@@ -55,7 +52,7 @@ def causes(profile: Profile, shown: RankProfile) -> list[Cause]:
 def gradients_elsewhere(shown: RankProfile) -> bool:
     """Whether Horovod negotiated over MPI and reduced over NCCL or Gloo."""
     sizes = [row.most_bytes or row.average_bytes or 0 for row in shown.of(PAYLOAD, "MPI_Allreduce")]
-    return shown.horovod and max(sizes, default=0) <= _SCALARS
+    return shown.horovod and max(sizes, default=0) <= NUMBER_BYTES
 
 
 def otherwise(shown: RankProfile) -> str:
@@ -78,7 +75,7 @@ def _of_job(
 
 def _large(profile: Profile, shown: RankProfile) -> Cause | None:
     """The time of payload calls of at least 64 KiB on the shown rank, as a cause; None where there are none."""
-    rows = [row for row in shown.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
+    rows = [row for row in shown.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL_BYTES]
     whole = measures.total(rows)
     lost = _moving(profile, shown, whole)
     if not rows:
@@ -86,7 +83,7 @@ def _large(profile: Profile, shown: RankProfile) -> Cause | None:
     lines = [
         one
         for one in measures.sizes(profile, shown)
-        if one.purpose == PAYLOAD and (one.average_bytes or 0) >= SMALL and one.bus_bytes_per_s is not None
+        if one.purpose == PAYLOAD and (one.average_bytes or 0) >= SMALL_BYTES and one.bus_bytes_per_s is not None
     ]
     most = max(lines, key=lambda line: line.seconds, default=None)
     evidence = f"rank {shown.rank}: {whole.calls:,} calls of at least 64 KiB"
@@ -101,7 +98,7 @@ def _large(profile: Profile, shown: RankProfile) -> Cause | None:
 
 
 def _small(profile: Profile, shown: RankProfile) -> Cause | None:
-    rows = [row for row in shown.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL]
+    rows = [row for row in shown.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL_BYTES]
     small = measures.total(rows)
     if not rows:
         return None

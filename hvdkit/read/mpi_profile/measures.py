@@ -8,8 +8,23 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
+from hvdkit.common.allreduce import bus_factor
 from hvdkit.common.json_files import Part
 from hvdkit.read.mpi_profile.model import HVDKIT, PURPOSES, Calls, Profile, RankProfile
+
+_COLLECTIVES = {
+    "MPI_Allreduce": "allreduce",
+    "MPI_Allgather": "allgather",
+    "MPI_Allgatherv": "allgather",
+    "MPI_Reduce_scatter": "reduce_scatter",
+    "MPI_Reduce_scatter_block": "reduce_scatter",
+    "MPI_Alltoall": "all_to_all",
+    "MPI_Alltoallv": "all_to_all",
+    "MPI_Alltoallw": "all_to_all",
+    "MPI_Bcast": "broadcast",
+    "MPI_Reduce": "reduce",
+}
+"""What ``allreduce.bus_factor`` calls the routines that have a bus bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +172,9 @@ def bus_bandwidth(routine: str, data: float | None, seconds: float, processes: i
         ours: recorded by hvdkit; what others count as the bytes of an alltoall is not known.
     Returns:
         None for routines without one, for one process, and where bytes or seconds are 0 or not known.
-    Source: NVIDIA, nccl-tests, PERFORMANCE.md, "Bus bandwidth"; sizes there are those of the whole buffer, here of
-        allgather the part of one rank.
+    Source: see ``allreduce.bus_factor``.
     """
-    others = processes - 1
-    factors = {
-        "MPI_Allreduce": 2 * others / processes,
-        "MPI_Allgather": others,
-        "MPI_Allgatherv": others,
-        "MPI_Reduce_scatter": others / processes,
-        "MPI_Reduce_scatter_block": others / processes,
-        "MPI_Bcast": 1,
-        "MPI_Reduce": 1,
-    }
-    if ours:
-        factors |= dict.fromkeys(("MPI_Alltoall", "MPI_Alltoallv", "MPI_Alltoallw"), others / processes)
-    factor = factors.get(routine)
-    if factor is None or others == 0 or not data or seconds <= 0:
+    collective = _COLLECTIVES.get(routine)
+    if collective is None or (collective == "all_to_all" and not ours) or processes < 2 or not data or seconds <= 0:
         return None
-    return factor * data / seconds
+    return bus_factor(collective, processes) * data / seconds

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from hvdkit.common.allreduce import CACHE_CAPACITY, CYCLE_S
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.observe.lateness import to_blame
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause, many_small
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.results import CYCLE_TIME, Steps, TimelineSummary
+from hvdkit.read.timeline.results import Steps, TimelineSummary
 from hvdkit.steps.ranks import name_ranks
 
 _MOST_HIDDEN = 0.1
 """Share of a step below which collectives and cycles are not worth a cause: the backward pass hides most of them."""
 MANY = 3
 """Small exchanges in a step from which on it is many."""
-_CACHE = 1024
-"""Tensors that Horovod's response cache holds when nothing else is said (0.28.1)."""
 
 
 def causes(summary: TimelineSummary) -> list[Cause]:
@@ -115,7 +114,7 @@ def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution)
     lost = steps.negotiation
     if not lost or lost < _MOST_HIDDEN * _mean(duration):
         return None
-    cycle, missed = summary.cycle.p50 if summary.cycle else CYCLE_TIME, steps.missed or 0.0
+    cycle, missed = summary.cycle.p50 if summary.cycle else 1e6 * CYCLE_S, steps.missed or 0.0
     known = "measured" if summary.cycle else "Horovod's default; record with --mark-cycles to measure it"
     evidence = f"{duration_text(lost)} from the first rank's announcement to the last one's; a cycle is "
     evidence += f"{duration_text(cycle)} ({known})"
@@ -136,7 +135,7 @@ def outside_cache(missed: float, tensors: int) -> bool:
         missed: share of the operations that were not in it.
         tensors: of a step.
     """
-    return missed >= 0.2 and (missed < 0.99 or tensors > _CACHE)
+    return missed >= 0.2 and (missed < 0.99 or tensors > CACHE_CAPACITY)
 
 
 def _small(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:

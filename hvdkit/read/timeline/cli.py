@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
+from hvdkit.common.allreduce import FUSION_BYTES
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, group_of, print_any_name, with_options
 from hvdkit.common.files import replacing
 from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.reader import read
 from hvdkit.read.timeline.show import OPERATIONS, TENSORS
-from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
+from hvdkit.read.timeline.summary import nothing_in, summarize
 
 SUBCOMMANDS = {
     "summary": ("hvdkit.read.timeline.cli:summary", "Where the time went, in numbers, and what to try."),
@@ -48,7 +49,7 @@ OF_THE_JOB = (
     click.option(
         "--fusion-threshold",
         type=AT_LEAST_0,
-        default=FUSION_THRESHOLD,
+        default=FUSION_BYTES,
         metavar="BYTES",
         help="HOROVOD_FUSION_THRESHOLD of the job.",
     ),

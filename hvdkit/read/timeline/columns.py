@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.allreduce import SMALL_BYTES
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline.measures import batch_numbers
 from hvdkit.read.timeline.model import GROUPS, CycleMark, group_of
@@ -23,8 +24,6 @@ _NOT_THERE = float("nan")
 _ROW = struct.Struct(f"=6d{len(GROUPS)}f2i")
 _COLLECTIVE = GROUPS.index("collective")
 _MISSED, _FUSED = 1, 2
-SMALL = 1 << 16
-"""Bytes up to which an exchange takes its latency, not its bytes."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ class Exchanges:
     @property
     def little(self) -> NDArray[np.bool_]:
         """Whether each is of at most 64 KB."""
-        return np.asarray(self.bytes <= SMALL, np.bool_)
+        return np.asarray(self.bytes <= SMALL_BYTES, np.bool_)
 
 
 def exchanges(columns: TimelineColumns, rows: NDArray[np.bool_]) -> Exchanges:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import hvdkit
+from hvdkit.common.allreduce import FUSION_BYTES
 from hvdkit.common.units import bytes_text, duration_text, printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
 from hvdkit.observe.lateness import Floats
@@ -33,7 +34,7 @@ from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.show import OPERATIONS, TENSORS
-from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
+from hvdkit.read.timeline.summary import nothing_in, summarize
 
 with of_extra("report", "HTML reports need the package jinja2"):
     import jinja2
@@ -63,7 +64,7 @@ def render_report(
     top: int = TENSORS,
     operations: int = OPERATIONS,
     ranks: int | None = None,
-    fusion_threshold: int = FUSION_THRESHOLD,
+    fusion_threshold: int = FUSION_BYTES,
 ) -> str:
     """The page as text. The numbers are those of the whole recording; a window of it is shown operation by operation.
 

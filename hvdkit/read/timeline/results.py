@@ -10,8 +10,6 @@ import numpy as np
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline.measures import Distribution
 
-CYCLE_TIME = 1000.0
-"""Microseconds of Horovod's cycle when nothing else is said (0.28.1)."""
 TOGETHER = 100.0
 """Microseconds within which ranks were ready together: rank 0 writes what it hears in a cycle one after the other."""
 

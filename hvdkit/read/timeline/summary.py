@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.allreduce import CYCLE_S, FUSION_BYTES, bus_factor
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
@@ -19,7 +20,6 @@ from hvdkit.read.timeline.measures import distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import (
-    CYCLE_TIME,
     TOGETHER,
     Bandwidth,
     Batches,
@@ -30,8 +30,6 @@ from hvdkit.read.timeline.results import (
     TimelineSummary,
 )
 
-FUSION_THRESHOLD = 128 << 20
-"""Bytes of Horovod's fusion buffer when nothing else is said (0.28.1, horovod/common/operations.cc)."""
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 """The kinds of collective of which a training step consists."""
 
@@ -43,7 +41,7 @@ def summarize(
     until: float | None = None,
     step: int | None = None,
     ranks: int | None = None,
-    fusion_threshold: int = FUSION_THRESHOLD,
+    fusion_threshold: int = FUSION_BYTES,
     columns: TimelineColumns | None = None,
 ) -> TimelineSummary:
     """Says in numbers where the time of a recording went.
@@ -110,7 +108,7 @@ def _summary(
     work = measures.union(columns.start, columns.end)
     setup = measures.union(*columns.setup.T)
     cycle = distribution(np.diff(columns.cycles))
-    usual_cycle = cycle.p50 if cycle else CYCLE_TIME
+    usual_cycle = cycle.p50 if cycle else 1e6 * CYCLE_S
     steps = _steps(columns, numbers, in_steps, in_exchanges, setup, usual_cycle)
     batches, bandwidth = _batches(columns, steps, ranks, fusion_threshold)
     tensors, kinds = _by_tensor(columns)
@@ -341,7 +339,7 @@ def _bandwidth(sizes: Floats, times: Floats, ranks: int | None) -> Bandwidth | N
     rates = sizes / times * 1e6
     best = int(rates.argmax())
     achieved = float(sizes.sum() / times.sum() * 1e6)
-    factor = 2 * (ranks - 1) / ranks if ranks else None
+    factor = bus_factor("allreduce", ranks) if ranks else None
     return Bandwidth(
         algorithm=achieved,
         bus=None if factor is None else achieved * factor,

@@ -718,6 +718,37 @@ def test_the_input_is_written_over_only_when_asked(script: Path, capfd: pytest.C
     assert script.read_bytes() == made.read_bytes()
 
 
+LOADED = LOOP.replace("in loader", "in mylib.load(2)").replace("loader = DataLoader(data, batch_size=2)\n", "")
+OF_DDP = "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+OF_HVDKIT = "optimizer = hk.distribute(optimizer, model)\nhk.broadcast_state(model, optimizer)\n"
+OF_HOROVOD = """\
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "start", "rate", "made"),
+    [
+        ("horovod", "import horovod.torch as hvd\nhvd.init()\n", "0.1 * hvd.size()", OF_HOROVOD),
+        ("ddp", "import torch.distributed as dist\ndist.init_process_group('gloo')\n", "0.1", OF_DDP),
+        ("hvdkit", "import hvdkit.torch as hk\nworld = hk.init()\n", "hk.scale_lr(0.1, world)", OF_HVDKIT),
+    ],
+)
+def test_a_step_that_the_text_leaves_open_is_said_and_not_called_done(
+    library: str, start: str, rate: str, made: str
+) -> None:
+    """Whether the ranks' data differ is ``mylib``'s to know."""
+    loop = LOADED.replace("lr=0.1", f"lr={rate}").replace("for epoch", made + "for epoch")
+    found = ported("import mylib\n" + HEAD + start + loop)
+    assert found.library == library
+    assert not found.left and not found.sure, found.left
+    said = " ".join(found.as_text().split())
+    assert "note: step 7 is not certain: where the training data come from the text does not show" in said
+    assert "Nothing is left" not in said and "is not certain: see the notes." in said
+
+
 def test_exit_status_and_misuse(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text(HEAD + LOOP.replace("for epoch", "device = 'cuda:0'\nfor epoch"))
     assert cli.run(["port", str(script), "--diff"]) == 1

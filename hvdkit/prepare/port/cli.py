@@ -59,8 +59,8 @@ def port(
       hvdkit port train.py -o train_hvdkit.py --try -- --batch-size 16
       hvdkit port train.py > train_hvdkit.py      # the script on standard output, the report on standard error
 
-    Exit status: 0 where nothing is left to do by hand and --try finds no difference, 1 otherwise, 2 for bad usage, such
-    as a file that is not Python.
+    Exit status: 0 where no place is left to write by hand and --try finds no difference, 1 otherwise, 2 for bad usage,
+    such as a file that is not Python. A step that the text leaves open is a note.
     """
     if (output is not None) + in_place + diff > 1:
         raise click.UsageError("give one of -o, --in-place and --diff")

@@ -31,6 +31,8 @@ _BY_HAND = {
         "torch": "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own"},
 }  # fmt: skip
 """By step and binding."""
+_UNNOTICED = range(4, 9)
+"""The steps that a training may lack and run all the same."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Ported:
         binding: hvdkit's module for it.
         left: what stays, by line of the ported script.
         notes: what else to know.
+        sure: the ported script shows for each of steps 4 to 8 whether it is done.
     """
 
     before: ScriptText
@@ -52,6 +55,7 @@ class Ported:
     binding: str
     left: tuple[Left, ...]
     notes: tuple[str, ...]
+    sure: bool
 
     def as_text(self) -> str:
         """What stays, by line of the ported script, with reason and what to write."""
@@ -62,8 +66,13 @@ class Ported:
             lines += ["", f"line {one.line}: {one.why}.", _filled(f"write: {one.write}")]
         if self.notes:
             lines += ["", *(_filled(f"note: {one}.") for one in self.notes)]
-        places = count_text(len(self.left), "place") if self.left else "Nothing is left"
-        return "\n".join([*lines, "", f"{places} to write by hand."])
+        if self.left:
+            end = f"{count_text(len(self.left), 'place')} to write by hand."
+        elif self.sure:
+            end = "Nothing is left to write by hand."
+        else:
+            end = "Whether something is left to write by hand is not certain: see the notes."
+        return "\n".join([*lines, "", end])
 
 
 def _filled(text: str) -> str:
@@ -79,16 +88,18 @@ def port(text: ScriptText) -> Ported:
     left = _moved(plan.left, text, after)
     found = check_script(Script(text.path, after.tree))
     left += [Left(one.line, one.what, one.fix) for one in found.findings]
-    if library == "none" and after is not text and not left:
-        for number, write in _BY_HAND.items():
-            verdict = found.verdicts[number - 1]
-            if verdict.status == UNDECIDED:
-                left.append(
-                    Left(1, f"whether step {number} is done is not certain: {verdict.note}", write[plan.binding])
-                )
+    written = library == "none" and after is not text and not left
+    doubts = {number: found.verdicts[number - 1] for number in _UNNOTICED}
+    doubts = {number: verdict for number, verdict in doubts.items() if verdict.status == UNDECIDED}
+    for number, verdict in doubts.items():
+        if written and number in _BY_HAND:
+            why = f"whether step {number} is done is not certain: {verdict.note}"
+            left.append(Left(1, why, _BY_HAND[number][plan.binding]))
+        else:
+            plan.notes.append(f"step {number} is not certain: {verdict.note}")
     kept = {(one.line, one.why): one for one in left}
     return Ported(text, after.content, library, plan.binding, tuple(sorted(kept.values(), key=lambda one: one.line)),
-                  tuple(plan.notes))  # fmt: skip
+                  tuple(plan.notes), sure=not doubts)  # fmt: skip
 
 
 def _planned(text: ScriptText, careful: bool = False) -> tuple[PortPlan, ScriptText]:

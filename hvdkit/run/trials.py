@@ -267,7 +267,7 @@ class Launch:
 
     def argv(self, setting: Tuned) -> list[str]:
         """The command line of the job with a setting."""
-        start = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", str(self.n), "--no-tag"]
+        start = [sys.executable, "-P", "-m", "hvdkit.cli", "launch", "-n", str(self.n), "--no-tag"]
         return [*start, *self.options, *launch_words(setting), "--", *self.command]
 
     def __call__(self, setting: Tuned, timeout_s: float | None) -> TrialJob:

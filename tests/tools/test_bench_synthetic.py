@@ -45,7 +45,7 @@ def test_horovods_flags_mean_what_they_mean_there(started):
     start("--model", "mlp", "--batch-size", "8", "--num-warmup-batches", "3", "--num-batches-per-iter", "4",
           "--num-iters", "5", "--fp16-allreduce", "--use-adasum", "--no-cuda")  # fmt: skip
     (argv,) = started
-    assert argv[1:4] == ["-m", "hvdkit.synthetic", "torch"]
+    assert argv[1:5] == ["-P", "-m", "hvdkit.synthetic", "torch"]
     settings = settings_of(argv)
     assert settings == BenchmarkSettings("mlp", 8, 3, 4, 5, fp16_allreduce=True, adasum=True, cuda=False)
     assert (settings.compression, settings.op, settings.rule) == ("fp16", "adasum", "none")
@@ -61,14 +61,14 @@ def test_horovods_defaults(started):
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
 def test_each_framework_has_its_program(started, framework):
     start("--framework", framework)
-    assert started[0][2:4] == ["hvdkit.synthetic", framework]
+    assert started[0][3:5] == ["hvdkit.synthetic", framework]
 
 
 def test_n_launches_that_many_ranks(started):
     start("-n", "3", "--model", "wide")
     (argv,) = started
-    assert argv[1:8] == ["-m", "hvdkit.cli", "launch", "-n", "3", "--no-tag", "--"]
-    assert argv[8:12] == [sys.executable, "-m", "hvdkit.synthetic", "torch"]
+    assert argv[1:9] == ["-P", "-m", "hvdkit.cli", "launch", "-n", "3", "--no-tag", "--"]
+    assert argv[9:14] == [sys.executable, "-P", "-m", "hvdkit.synthetic", "torch"]
     assert settings_of(argv).model == "wide"
 
 
@@ -99,7 +99,7 @@ def test_a_rank_of_a_job_starts_no_job(started, capsys, monkeypatch):
     assert cli.run(["bench", "synthetic", "-n", "2"]) == 2
     assert "leave -n out" in capsys.readouterr().err
     start()
-    assert started[0][2:4] == ["hvdkit.synthetic", "torch"]
+    assert started[0][3:5] == ["hvdkit.synthetic", "torch"]
 
 
 def test_adasum_over_three_ranks_is_refused_also_where_the_ranks_are_started_by_others():

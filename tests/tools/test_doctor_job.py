@@ -111,6 +111,7 @@ def test_errors_come_first():
 
 
 def test_reports_travel_as_files_and_say_whether_the_job_can_train(tmp_path, capsys):
+    assert ranks.arguments(str(tmp_path))[:2] == ("-P", "-m"), "a click.py where the job starts is not hvdkit's"
     assert not ranks.could_train(tmp_path)
     for report in job():
         ranks.write(tmp_path, report)

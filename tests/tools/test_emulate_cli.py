@@ -139,7 +139,7 @@ def test_what_the_ranks_are_told(ranks):
     assert asked.delay == results.Delay(0.02, 1, 0.25)
     assert (launch.n, timeout_s) == (4, 60)
     assert list(launch.options) == ["--threads", "2", "--env", "A=b"]
-    assert launch.command[1:3] == ("-m", "hvdkit.measure.emulate.worker")
+    assert launch.command[1:4] == ("-P", "-m", "hvdkit.measure.emulate.worker")
 
 
 def test_horovod_s_settings(ranks):

@@ -129,6 +129,8 @@ def test_a_horovod_built_by_hand_is_asked_whatever_its_framework(tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(facts, "horovod_directory", lambda: tmp_path / "horovod")
     monkeypatch.setattr(facts, "read_record", lambda: None)
+    fake_horovod(tmp_path / "checkout", "raise ImportError('Horovod is not built in its source tree')")
+    monkeypatch.chdir(tmp_path / "checkout")  # Python's own habit is to look there first
     assert facts.installed_horovod(Path(sys.executable)) == Horovod(mpi=with_mpi, gloo=True)
 
 

@@ -196,7 +196,10 @@ def runs_of(tmp_path, content, *arguments, timeout_s=100.0):
     return trial._Runs(scripts, list(arguments), 2, timeout_s, tmp_path)
 
 
-def test_a_script_is_run_under_its_own_name(tmp_path):
+def test_a_script_is_run_under_its_own_name_and_nothing_of_the_current_directory_instead(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "numpy.py").write_text("raise ImportError('the one of this directory')")
+    monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "beside.py").write_text("number = 7\n")
     said = "import sys, random, beside, pathlib\n__name__ == '__main__' or 1 / 0\n" \
            "pathlib.Path(sys.argv[1]).write_text(f'{__file__} {beside.number} {random.random()}')\n"  # fmt: skip

@@ -423,7 +423,7 @@ def test_a_job_over_its_time_is_ended(tmp_path, monkeypatch):
 def test_launch_is_called_with_what_is_passed_on():
     argv = Launch(4, ["train.py", "--lr", "1"], ["--ppn", "2"]).argv(Tuned(threads=3))
     assert argv[1:] == [
-        "-m", "hvdkit.cli", "launch", "-n", "4", "--no-tag", "--ppn", "2", "--threads", "3", "--", "train.py",
+        "-P", "-m", "hvdkit.cli", "launch", "-n", "4", "--no-tag", "--ppn", "2", "--threads", "3", "--", "train.py",
         "--lr", "1",
     ]  # fmt: skip
 

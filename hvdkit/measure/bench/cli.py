@@ -250,7 +250,7 @@ def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> 
             "--use-adasum combines whole updates, which Keras' optimizers do not expose; take --framework torch."
         )
     settings = benchmark.BenchmarkSettings(cuda=not no_cuda, **rest)
-    argv = [sys.executable, "-m", "hvdkit.synthetic", framework, settings.word()]
+    argv = [sys.executable, "-P", "-m", "hvdkit.synthetic", framework, settings.word()]
     if ranks is not None:
         settings.require_ranks(ranks)
         inside = launchers.detect(os.environ)
@@ -259,6 +259,6 @@ def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> 
                 f"-n {ranks} starts a job, and this is a rank of one already (started by {inside.launcher}); leave -n "
                 "out."
             )
-        argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--", *argv]
+        argv = [sys.executable, "-P", "-m", "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--", *argv]
     sys.stdout.flush()
     os.execv(argv[0], argv)  # noqa: S606

@@ -27,7 +27,7 @@ from hvdkit.run.launch import tuned as tuned_settings
 from hvdkit.run.launch.tuned import Tuned
 from hvdkit.run.trials import Here, Launch, ToldToEnd, Wish, ended_by_signals
 
-WORKER: tuple[str, ...] = (sys.executable, "-m", "hvdkit.measure.emulate.worker")
+WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""
 _SETTINGS = ("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
 _WHERE = ("launcher", "hosts", "hostfile", "ppn", "threads", "variables")

@@ -167,7 +167,7 @@ def examine_job(timeout_s: float, *, as_json: bool, report_to: Path | None) -> i
 
 def arguments(directory: str) -> tuple[str, ...]:
     """What each rank of a job gives its Python, so that ``could_train`` finds their reports in ``directory``."""
-    return ("-m", "hvdkit.cli", "doctor", "--job", "--report-to", directory)
+    return ("-P", "-m", "hvdkit.cli", "doctor", "--job", "--report-to", directory)
 
 
 def could_train(directory: Path) -> bool:

@@ -14,7 +14,7 @@ def main(source: str, script: str) -> None:
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = script
     sys.argv[:] = [script, *sys.argv[3:]]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))  # -P has left it out
     here = trial.current()
     trial.seed(here.seed)
     try:

@@ -145,7 +145,7 @@ def installed_horovod(python: Path) -> Horovod | None:
         return None
     if (recorded := recorded_horovod()) is not None:
         return recorded
-    answer = ask([str(python), "-c", _PROBE])
+    answer = ask([str(python), "-P", "-c", _PROBE])
     match = _ANSWER.search(answer.text)
     if match is None or match[3] is not None:
         reason = answer.problem if match is None else match[3]

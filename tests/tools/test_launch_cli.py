@@ -35,6 +35,17 @@ def ended(status):
     return supervise.JobEnd(status, interrupted=False)
 
 
+def test_preflight_writes_over_no_file_of_the_job(monkeypatch, capsys):
+    """A timeline, a tuner's log and the monitor's report are the training's own."""
+    seen = []
+    monkeypatch.setattr(supervise, "run", lambda job, **_: seen.append(job.environment) or ended(0))
+    writing = ["HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", "HVDKIT_MONITOR"]
+    words = [word for name in writing for word in ("--env", f"{name}=1")]
+    status, _, _ = launch(capsys, "-n", "2", "--preflight", *words, "--env", "MINE=1", "train.py")
+    assert status == 1 and len(seen) == 1, "no rank has left a report"
+    assert seen[0]["MINE"] == "1" and not seen[0].keys() & set(writing)
+
+
 def launch(capsys, *words):
     status = cli.run(["launch", *words])
     return status, *capsys.readouterr()

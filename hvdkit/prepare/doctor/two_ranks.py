@@ -24,7 +24,7 @@ CHECKS = ("allreduce", "training")
 _SAID = re.compile(r"hvdkit test: (\w+): (.*)")
 _REASONS = (r"hvdkit: .*|(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*", r"hvdkit launch: .*")
 """Lines of a failed job that say why, the better ones first: a sentence of a rank, or the end of its traceback."""
-_WRITING = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", step_times.MONITOR)
+WRITING = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", step_times.MONITOR)
 """Variables that have a training write files, which these few steps must not replace."""
 
 
@@ -81,7 +81,7 @@ def train(framework: str, timeout_s: float, environ: Mapping[str, str] = os.envi
             stderr=subprocess.STDOUT,
             timeout=timeout_s,
             check=False,
-            env={name: value for name, value in environ.items() if name not in _WRITING},
+            env={name: value for name, value in environ.items() if name not in WRITING},
         )
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:  # hvdkit launch leaves no rank behind, even when it is killed

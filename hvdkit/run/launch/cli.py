@@ -15,6 +15,7 @@ from msgspec import structs
 from hvdkit.common.commands import with_options
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import job as ranks
+from hvdkit.prepare.doctor.two_ranks import WRITING
 from hvdkit.run.launch import batch, facts, horovodrun, options, placement, plan, recordings, supervise, tuned
 from hvdkit.run.launch.model import Host, LaunchPlan
 from hvdkit.run.launch.options import Request
@@ -116,7 +117,7 @@ def _could_train(job: LaunchPlan) -> bool:
         )
     with tempfile.TemporaryDirectory(prefix="hvdkit-preflight-") as directory:
         command = (str(facts.own_python()), *ranks.arguments(directory))
-        environment = {name: value for name, value in job.environment.items() if name != "HOROVOD_TIMELINE"}
+        environment = {name: value for name, value in job.environment.items() if name not in WRITING}
         supervise.run(replace(job, command=command, environment=environment, stall_timeout=None))
         return ranks.could_train(Path(directory))
 

@@ -1,8 +1,10 @@
 """``hvdkit doctor --job``: findings on reports made by hand, its JSON, and what CUDA_VISIBLE_DEVICES leaves."""
 
 import json
+import sys
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -74,7 +76,7 @@ ON_ONE_GPU = [replace(one, device="GPU-1") for one in job()]
         (job()[:3], "missing-ranks", "error", "no report from rank 3 of 4"),
         (ON_ONE_GPU, "gpus", "error", "ranks 0-1 on a use the same GPU, GPU-1"),
         ([replace(one, nccl=False) for one in ON_ONE_GPU], "gpus", "warning", "ranks 2-3 on b use the same GPU, GPU-1"),
-        (changed(job(), 3, device="cpu"), "gpus", "error", "rank 3 train on the CPU"),
+        (changed(job(), 3, device="cpu"), "gpus", "error", "rank 3: on the CPU, the other ranks on GPUs"),
         (
             changed(job(), 3, versions={**VERSIONS, "torch": "2.12.0"}),
             "versions",
@@ -87,7 +89,12 @@ ON_ONE_GPU = [replace(one, device="GPU-1") for one in job()]
             "warning",
             "horovod is not the same on all ranks: 0.28.1 on ranks 0-1, 3; missing on rank 2",
         ),
-        ([replace(one, cores=(0,), threads=1) for one in job()], "cores", "warning", "would run 2 threads on 1 cores"),
+        (
+            [replace(one, cores=(0,), threads=1) for one in job()],
+            "cores",
+            "warning",
+            "2 ranks on a would run 2 threads on 1 core.",
+        ),
         (
             [replace(one, threads=8) for one in job()],
             "cores",
@@ -117,9 +124,9 @@ def test_reports_travel_as_files_and_say_whether_the_job_can_train(tmp_path, cap
         ranks.write(tmp_path, report)
     assert ranks.could_train(tmp_path)
     assert "The job can train: 4 of 4 ranks" in capsys.readouterr().err
-    ranks.write(tmp_path, replace(job()[2], problem="hk.init has not returned."))
+    ranks.write(tmp_path, replace(job()[2], problem="init has not returned."))
     assert not ranks.could_train(tmp_path)
-    assert "on rank 2 (b): hk.init has not returned." in capsys.readouterr().err
+    assert "on rank 2 (b): init has not returned." in capsys.readouterr().err
 
 
 def test_json_and_text_say_the_same():
@@ -131,8 +138,40 @@ def test_json_and_text_say_the_same():
     written = StringIO()
     ranks.page(changed(reports, 0, host="[red]x"), found).show(Console(file=written, width=100))
     assert "error [missing-ranks]" in written.getvalue() and "2 of 4" in written.getvalue()
-    assert "The job cannot train as it is: 3 of 4 ranks, 1 findings." in written.getvalue()
+    assert "The job cannot train as it is: 3 of 4 ranks, 1 finding." in written.getvalue()
     assert "[red]x" in written.getvalue()
+
+
+def refused(*_, **__):
+    raise RuntimeError("NCCL refuses\nmore lines")
+
+
+@pytest.mark.parametrize(
+    ("allreduce", "others", "problem"),
+    [
+        (lambda ones, **_: [2 * one for one in ones], "", ""),
+        (lambda ones, **_: ones, "", "an allreduce of a one from each of 2 ranks gives 1."),
+        (refused, "", "NCCL refuses"),
+        (refused, "no driver", ""),
+    ],
+    ids=["sums", "does not sum", "fails", "is not tried where another rank will not come"],
+)
+def test_a_rank_has_started_when_the_ones_of_all_add_up_on_its_device(monkeypatch, allreduce, others, problem):
+    made = []
+    world = SimpleNamespace(local_rank=0)
+    modules = {
+        "hvdkit.torch": SimpleNamespace(init=lambda: world, pin_device=lambda _: "cpu"),
+        "torch": SimpleNamespace(ones=lambda n, device: made.append(device) or [1.0] * n),
+        "horovod.torch": SimpleNamespace(
+            is_initialized=lambda: True, rank=lambda: 0, size=lambda: 2, local_rank=lambda: 0,
+            mpi_enabled=lambda: False, nccl_built=lambda: 0, allreduce=allreduce, allgather_object=lambda own, name: [own, others], Sum=None,
+        ),
+    }  # fmt: skip
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    started, gather = ranks._started(look({"PATH": ""}))
+    assert (started.problem, started.device, gather("")) == (problem, "cpu", ["", others])
+    assert made == (["cpu"] if not others else [])
 
 
 @pytest.mark.parametrize(

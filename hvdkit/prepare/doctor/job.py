@@ -1,6 +1,6 @@
-"""``hvdkit doctor --job``: every rank of a job takes the first two steps and says what it sees; rank 0 compares.
+"""``hvdkit doctor --job``: every rank of a job starts as a training does and says what it sees; rank 0 compares.
 
-The ranks start as a training does, by ``hk.init`` and ``hk.pin_device``: that a rank cannot train is what these say.
+That is ``hk.init``, ``hk.pin_device`` and one allreduce on that device: that a rank cannot train is what these say.
 Their reports meet over Horovod where it connects the ranks, else over mpi4py; where neither does, each process has its
 own alone. For ``hvdkit launch --preflight``, which outlives the ranks, they are files in a directory, one a rank.
 """
@@ -27,6 +27,7 @@ import msgspec
 from hvdkit.common.json_files import Document
 from hvdkit.common.programs import ask
 from hvdkit.common.table import Page, Table, console
+from hvdkit.common.units import count_text
 from hvdkit.errors import LauncherError
 from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
 from hvdkit.prepare.install.here import distribution
@@ -70,7 +71,7 @@ class RankReport:
         pid: its process.
         launcher: what started it, "none" without a launcher.
         launched, horovod, mpi: its place by the launcher's environment, by Horovod and by mpi4py.
-        problem: why ``hk.init`` or ``hk.pin_device`` fails here; "" where they work.
+        problem: why ``hk.init``, ``hk.pin_device`` or the allreduce fails here; "" where they work.
         local_rank: its rank among those of its host, by the launcher or Horovod; None where neither says.
         library: what Horovod communicates through.
         nccl: Horovod reduces over NCCL.
@@ -149,7 +150,7 @@ def examine_job(timeout_s: float, *, as_json: bool, report_to: Path | None) -> i
     """
     own = look(os.environ)
     if report_to is not None:  # should the rank hang or die, this is what is known of it
-        write(report_to, replace(own, problem="hk.init has not returned."))
+        write(report_to, replace(own, problem="init, pin_device or a first allreduce has not returned."))
     watch = threading.Timer(timeout_s, _give_up, (own.rank, own.size, timeout_s))
     watch.daemon = True
     watch.start()
@@ -203,7 +204,7 @@ def page(reports: Reports, findings: Sequence[Found]) -> Page:
             Table("", list(columns), rows, left=list(columns)[1:6]),
             *paragraphs(findings, WIDEST)[1:],
             *([""] if findings else []),
-            f"{verdict}: {len(reports)} of {size} ranks, {len(findings)} findings.",
+            f"{verdict}: {len(reports)} of {size} ranks, {count_text(len(findings), 'finding')}.",
         ]
     )
 
@@ -274,7 +275,7 @@ def visible(listed: list[str], chosen: str | None) -> tuple[str, ...]:
 
 
 def meet(own: RankReport) -> list[RankReport]:
-    """Take the first two steps; the reports of all ranks that this one can reach then, by rank."""
+    """Start as a training does; the reports of all ranks that this one can reach then, by rank."""
     own, over_horovod = _started(own)
     own, over_mpi = _with_mpi(own)
     for gather, place in ((over_horovod, own.horovod), (over_mpi, own.mpi)):
@@ -300,7 +301,7 @@ def _by_rank(texts: Iterable[str]) -> list[RankReport]:
 
 
 def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
-    """The report after steps 1 and 2 in the first framework that Horovod loads in, and a way to the other ranks."""
+    """The report after a start in the first framework that Horovod loads in, and a way to the other ranks."""
     errors = []
     for name in ("torch", "tensorflow"):
         try:
@@ -308,15 +309,19 @@ def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
         except Exception as error:  # an extension can fail to load in any way, and each is a finding
             errors.append(_first_line(error))
             continue
-        problem = device = ""
+        problem = device = pinned = ""
         try:
             world = hk.init()
-            device = _identity(str(hk.pin_device(world)), own.gpus, world.local_rank)
+            pinned = hk.pin_device(world)
+            device = _identity(str(pinned), own.gpus, world.local_rank)
         except Exception as error:  # whatever would stop a training, which is what this is here to find out
             problem = _first_line(error)
         hvd: Any = importlib.import_module(f"horovod.{name}")
         if not hvd.is_initialized():
             return replace(own, problem=problem), None
+        gather = partial(hvd.allgather_object, name="hvdkit.doctor")
+        if not any(gather(problem)):  # a rank with one would not come to the allreduce, where the others would wait
+            problem = _reduces(name, hvd, pinned)
         started = replace(
             own,
             problem=problem,
@@ -326,8 +331,23 @@ def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
             nccl=bool(hvd.nccl_built()),
             local_rank=hvd.local_rank() if own.local_rank is None else own.local_rank,
         )
-        return started, partial(hvd.allgather_object, name="hvdkit.doctor")
+        return started, gather
     return replace(own, problem=" ".join(errors)), None
+
+
+def _reduces(name: str, hvd: Any, device: Any) -> str:
+    """Why the ranks' sum of ones, on the device that a framework has pinned, is not their number; "" where it is."""
+    framework: Any = importlib.import_module(name)
+    try:
+        if name == "torch":
+            ones = framework.ones(1, device=device)
+        else:
+            with framework.device(device):
+                ones = framework.ones(1)
+        total = float(hvd.allreduce(ones, op=hvd.Sum, name="hvdkit.doctor.sum")[0])
+    except Exception as error:  # as above
+        return _first_line(error)
+    return "" if total == hvd.size() else f"an allreduce of a one from each of {hvd.size()} ranks gives {total:g}."
 
 
 def _identity(pinned: str, gpus: Sequence[str], local_rank: int) -> str:
@@ -374,7 +394,7 @@ def _grouped(reports: Reports, key: Callable[[RankReport], Key]) -> dict[Key, li
     "start",
     "error",
     "Training does not start on {ranks} ({first.host}): {problem}",
-    "This is what the first two steps, init and pin_device, say there; a training stops in the same way.",
+    "This is what init, pin_device or a first allreduce says there; a training stops in the same way.",
     "Do what it says; `hvdkit doctor` on {first.host}, in the environment of the job, tells more.",
 )
 def _start(reports: Reports) -> Words:
@@ -400,7 +420,7 @@ def _missing_ranks(reports: Reports) -> Words:
 @CHECKS.row(
     "gpus",
     "error",
-    "{ranks} train on the CPU, the other ranks on GPUs.",
+    "{ranks}: on the CPU, the other ranks on GPUs.",
     "Horovod refuses a sum over tensors of which some are on a GPU.",
     "Ask the scheduler for GPUs on every node, and check CUDA_VISIBLE_DEVICES and the driver there.",
 )
@@ -448,9 +468,7 @@ def _other_mpi(reports: Reports) -> Words:
 )
 def _other_versions(reports: Reports) -> Words:
     for name in ("Python", *PACKAGES):
-        by_version: dict[str, list[RankReport]] = {}
-        for report in reports:
-            by_version.setdefault(report.versions.get(name, "missing"), []).append(report)
+        by_version = _grouped(reports, lambda report, name=name: report.versions.get(name, "missing"))
         if len(by_version) > 1:
             shown = "; ".join(f"{version} on {_ranks(those)}" for version, those in by_version.items())
             yield {"name": name, "shown": shown}
@@ -459,7 +477,7 @@ def _other_versions(reports: Reports) -> Words:
 @CHECKS.row(
     "cores",
     "warning",
-    "{ranks} ranks on {host} would run {threads} threads on {cores} cores.",
+    "{ranks} on {host} would run {threads} on {cores}.",
     "Threads that wait for a core slow every rank down; times measure contention, not scaling.",
     "Set OMP_NUM_THREADS={share} (hvdkit launch --threads), start fewer ranks a host (--ppn), or ask for more cores.",
 )
@@ -469,7 +487,8 @@ def _few_cores(reports: Reports) -> Words:
         threads = sum(report.threads for report in here)
         if threads > cores:
             share = max(1, cores // len(here))
-            yield {"ranks": len(here), "host": host, "threads": threads, "cores": cores, "share": share}
+            counted = {"ranks": count_text(len(here), "rank"), "threads": count_text(threads, "thread")}
+            yield {**counted, "host": host, "cores": count_text(cores, "core"), "share": share}
 
 
 @CHECKS.row(

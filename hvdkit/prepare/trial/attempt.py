@@ -323,8 +323,9 @@ class _Runs:
         if not ranks and self.scripts.asks_ddp:
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": str(_free_port())}  # fmt: skip
-        launch = [sys.executable, "-P", "-m", "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--"] if ranks else []
-        command = [sys.executable, "-P", "-m", "hvdkit.prepare.trial.as_script", str(source), script, *self.arguments]
+        python = [sys.executable, "-P", "-m"]
+        launch = [*python, "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--"] if ranks else []
+        command = [*python, "hvdkit.prepare.trial.as_script", str(source), script, *self.arguments]
         try:
             done = subprocess.run(
                 [*launch, *command], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -125,7 +125,7 @@ def not_loading(message: str, facts: DoctorFacts = SOUND) -> DoctorFacts:
 
 def not_training(why: str, facts: DoctorFacts = SOUND) -> DoctorFacts:
     """``hvdkit launch`` says this of 2 ranks in PyTorch."""
-    failed = TwoRanks((Said("torch allreduce", False, f"{why}.", "fix"),))
+    failed = TwoRanks((Said("torch allreduce", False, f"{why}.", "'--timeout 600' if it is only slow; else look"),))
     return replace(facts, trained={**facts.trained, "torch": failed})
 
 
@@ -294,6 +294,7 @@ def test_a_launch_that_fails_in_both_frameworks_is_one_finding() -> None:
     failed = not_training("too few open files")
     (finding,) = CHECKS.examine(replace(failed, trained=dict.fromkeys(failed.trained, failed.trained["torch"])))
     assert finding.what == "A training of 2 ranks in PyTorch and TensorFlow fails: too few open files."
+    assert finding.fix.startswith("'--timeout 600' if it is only slow; else look. 'hvdkit launch --explain")
 
 
 def test_an_extension_for_the_only_framework_missing_is_an_error() -> None:

@@ -164,7 +164,8 @@ def test_a_rank_has_started_when_the_ones_of_all_add_up_on_its_device(monkeypatc
         "torch": SimpleNamespace(ones=lambda n, device: made.append(device) or [1.0] * n),
         "horovod.torch": SimpleNamespace(
             is_initialized=lambda: True, rank=lambda: 0, size=lambda: 2, local_rank=lambda: 0,
-            mpi_enabled=lambda: False, nccl_built=lambda: 0, allreduce=allreduce, allgather_object=lambda own, name: [own, others], Sum=None,
+            mpi_enabled=lambda: False, nccl_built=lambda: 0, allreduce=allreduce, Sum=None,
+            allgather_object=lambda own, name: [own, others],
         ),
     }  # fmt: skip
     for name, module in modules.items():

@@ -301,17 +301,19 @@ def _load_fix(facts: DoctorFacts, failure: Failure) -> str:
     "error",
     "A training of 2 ranks in {frameworks} fails: {problem}.",
     "This was a real start, by 'hvdkit launch': a training of your own stops in the same way.",
-    "'hvdkit test' shows each step; 'hvdkit launch --explain -n 2 -- COMMAND' says what is started and why. Some "
-    "clusters let MPI start inside a job only: run the doctor there.",
+    "{fix}. 'hvdkit launch --explain -n 2 -- COMMAND' says what is started and why. Some clusters let MPI start inside "
+    "a job only: run the doctor there.",
 )
 def _launch_fails(facts: DoctorFacts) -> Words:
     failed: dict[str, list[str]] = {}
     for name in facts.trained:
         problem = facts.launch_problem(name)
         if problem and not _drifted(facts, name):
-            failed.setdefault(problem, []).append(FRAMEWORKS[name])
-    for problem, titles in failed.items():
-        yield {"frameworks": " and ".join(titles), "problem": problem}
+            failed.setdefault(problem, []).append(name)
+    for problem, names in failed.items():
+        check = facts.trained[names[0]].failed
+        fix = check.fix[:1].upper() + check.fix[1:] if check else ""
+        yield {"frameworks": " and ".join(FRAMEWORKS[name] for name in names), "problem": problem, "fix": fix}
 
 
 @CHECKS.row(

@@ -56,9 +56,14 @@ class TwoRanks(Part, frozen=True):
     controller: str = ""
 
     @property
+    def failed(self) -> Tested | None:
+        """The check that failed, None where they train."""
+        return next((one for one in self.checks if not one.ok), None)
+
+    @property
     def problem(self) -> str | None:
         """Why they do not train, None where they do."""
-        return next((one.what.rstrip(".") for one in self.checks if not one.ok), None)
+        return self.failed.what.rstrip(".") if self.failed else None
 
 
 def train(framework: str, timeout_s: float, environ: Mapping[str, str] = os.environ) -> TwoRanks:
@@ -72,7 +77,7 @@ def train(framework: str, timeout_s: float, environ: Mapping[str, str] = os.envi
     device = "gpu" if len(host.gpus(Path("/"))) >= RANKS else "cpu"
     job = ["launch", "-n", str(RANKS), "--no-tag", "--", "python", "-m", "hvdkit.synthetic.smoke"]
     job += [framework, str(RANKS), device]
-    again = f"'hvdkit doctor' tells more, and so does the job itself: {shlex.join(['hvdkit', *job])}"
+    again = f"the job itself tells more: {shlex.join(['hvdkit', *job])}"
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "hvdkit.cli", *job],

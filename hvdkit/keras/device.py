@@ -18,13 +18,8 @@ def pin(world: Topology, kind: str, threads: int | None) -> str:
 
         return tensorflow.pin_device(world, kind, threads).strip("/").lower()
     device.require_wish(kind, threads)
-    share = threads or _environment_threads() or device.cpu_threads_here(world.local_size)
+    share = threads or device.threads_asked(os.environ) or device.cpu_threads_here(world.local_size)
     return _pin_torch(world, kind, share) if backend == "torch" else _pin_jax(world, kind, share)
-
-
-def _environment_threads() -> int | None:
-    text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def _pin_torch(world: Topology, kind: str, threads: int) -> str:

@@ -32,6 +32,7 @@ from hvdkit.run.launch import batch, facts, placement, plan
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan
 from hvdkit.run.launch.options import Request, as_words
 from hvdkit.run.launch.tuned import MIB, Tuned
+from hvdkit.steps.device import threads_asked
 
 DEFAULT = Tuned()
 CYCLE_TIMES_MS = (0.1, 0.5, 5.0)
@@ -116,10 +117,9 @@ class Here:
 
     def threads(self) -> tuple[int, ...]:
         """Thread counts to try; none where the cores of a rank are not known."""
-        default = self.plan.environment.get("OMP_NUM_THREADS", "")
         together = plan.ranks_on_a_host(self.plan.launcher_name, self.request)
         share = None if together is None else max(1, self.facts.cores // together)
-        return thread_choices(self.request.depth or share, int(default) if default.isdecimal() else None)
+        return thread_choices(self.request.depth or share, threads_asked(self.plan.environment))
 
     def describe(self) -> str:
         """The default settings, for a reader."""

@@ -78,6 +78,15 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/n
     return names[:end]
 
 
+def threads_asked(environ: Mapping[str, str]) -> int | None:
+    """The compute threads that OMP_NUM_THREADS asks for; None where it is not set, or to no positive number.
+
+    Source: OpenMP API specification, OMP_NUM_THREADS: a list has a number for each level of nesting, the first counts.
+    """
+    first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
 def cpu_threads(local_size: int, usable: int, installed: int) -> int:
     """Compute threads for one process, so that the processes of a host share its cores: at least 1.
 

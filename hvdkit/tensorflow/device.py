@@ -40,9 +40,8 @@ def _use(gpus: list[Any], threads: int | None, local_size: int) -> None:
         ) from error
     if threads is not None or tf.config.threading.get_intra_op_parallelism_threads() > 0:
         return
-    given = os.environ.get("OMP_NUM_THREADS", "")
     try:
-        _set_threads(int(given) if given.isdecimal() else device.cpu_threads_here(local_size))
+        _set_threads(device.threads_asked(os.environ) or device.cpu_threads_here(local_size))
     except RuntimeError:
         warnings.warn(
             "TensorFlow has started already and keeps a thread for every core, on every rank of this host; call "

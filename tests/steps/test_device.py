@@ -3,7 +3,7 @@
 import pytest
 
 from hvdkit import InvalidArgumentError, LauncherError
-from hvdkit.steps.device import cpu_threads, device_index, visible_gpus
+from hvdkit.steps.device import cpu_threads, device_index, threads_asked, visible_gpus
 
 
 def test_each_local_rank_has_its_own_device():
@@ -53,3 +53,12 @@ def test_without_the_variable_the_driver_is_asked(tmp_path):
         (tmp_path / bus).mkdir()
     assert visible_gpus({}, tmp_path) == ["0", "1"]
     assert visible_gpus({}, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [(None, None), ("", None), ("0", None), ("-1", None), ("many", None), ("3", 3), ("4,2", 4), (" 4 , 2", 4)],
+)
+def test_the_first_number_of_omp_num_threads_counts(given, threads):
+    """The others are of nested loops (OpenMP specification)."""
+    assert threads_asked({} if given is None else {"OMP_NUM_THREADS": given}) == threads

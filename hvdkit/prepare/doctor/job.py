@@ -32,7 +32,7 @@ from hvdkit.errors import LauncherError
 from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
-from hvdkit.steps.device import cpu_threads_here, device_index
+from hvdkit.steps.device import cpu_threads_here, device_index, threads_asked
 from hvdkit.steps.mpi_library import loaded_mpi
 from hvdkit.steps.ranks import name_ranks
 
@@ -229,7 +229,6 @@ def look(environ: Mapping[str, str]) -> RankReport:
             launched = Place(found.rank, found.size)
     except LauncherError as error:
         launched = Place(error=str(error))
-    given = environ.get("OMP_NUM_THREADS", "")
     installed = {name: package.version for name in PACKAGES if (package := distribution(name))}
     return RankReport(
         host=socket.gethostname(),
@@ -238,9 +237,7 @@ def look(environ: Mapping[str, str]) -> RankReport:
         launched=launched,
         local_rank=found.local_rank if found else None,
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        threads=int(given)
-        if given.isdecimal() and int(given)
-        else cpu_threads_here((found.local_size if found else None) or 1),
+        threads=threads_asked(environ) or cpu_threads_here((found.local_size if found else None) or 1),
         gpus=_gpus(environ),
         versions={"Python": platform.python_version(), "executable": sys.executable, **installed},
         free_bytes={path: shutil.disk_usage(path).free for path in (str(Path.cwd()), tempfile.gettempdir())},

@@ -22,6 +22,7 @@ from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Setting
 from hvdkit.run.launch.options import Request
 from hvdkit.run.launch.rank import STACKS_DIRECTORY
 from hvdkit.steps import step_times
+from hvdkit.steps.device import threads_asked
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer of MPI reads."""
@@ -184,14 +185,13 @@ def _begin_explained(directory: Path, job: LaunchPlan) -> None:
         raise InvalidArgumentError(
             f"--explain-dir {directory} holds the recordings of another job; give a new directory, or remove it."
         )
-    threads = job.environment.get("OMP_NUM_THREADS", "")
     ranks_on_a_host = max((host.slots for host in job.hosts), default=None) if job.direct else job.n
     launched = JobLaunch(
         job.n,
         job.launcher_name,
         job.cores,
         ranks_on_a_host,
-        int(threads) if threads.isdigit() and int(threads) else None,
+        threads_asked(job.environment),
         {name: value for name, value in sorted(job.environment.items()) if name.startswith("HOROVOD_")},
     )
     json_files.write(directory / LAUNCHED, launched)

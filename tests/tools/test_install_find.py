@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.common import programs
+from hvdkit.prepare.doctor import inside
 from hvdkit.prepare.install import here
 from hvdkit.prepare.install.here import find_tensorflow, find_torch
 
@@ -268,6 +269,22 @@ def test_frameworks_are_read_from_their_files_and_not_imported(tmp_path: Path, m
     assert torch.build.startswith("abc ")
     assert tensorflow is not None
     assert (tensorflow.version, tensorflow.cuda) == ("8.8.8", "12.5")
+
+
+@pytest.mark.parametrize("distribution", ["tensorflow-cpu-aws", "tensorflow-intel", "tf-nightly"])
+def test_install_and_doctor_know_the_same_builds_of_tensorflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str
+) -> None:
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow/__init__.py").touch()
+    metadata = tmp_path / f"{distribution.replace('-', '_')}-8.8.8.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Name: {distribution}\nVersion: 8.8.8\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    assert inside._find("tensorflow")["distribution_version"] == "8.8.8"
+    tensorflow = find_tensorflow()
+    assert tensorflow is not None and tensorflow.version == "8.8.8"
 
 
 def test_a_directory_that_happens_to_be_called_torch_is_no_framework(

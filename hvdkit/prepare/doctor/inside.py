@@ -34,8 +34,8 @@ EXTENSION_FILES = {"torch": "mpi_lib_v2", "tensorflow": "mpi_lib"}
 DISTRIBUTIONS = {
     "torch": ("torch", "torch-nightly"),
     "tensorflow": (
-        "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-intel", "intel-tensorflow",
-        "tf-nightly", "tf-nightly-cpu",
+        "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-cpu-aws", "tensorflow-intel",
+        "intel-tensorflow", "tf-nightly", "tf-nightly-cpu",
     ),
     "keras": ("keras", "keras-nightly"),
     "jax": ("jax",),

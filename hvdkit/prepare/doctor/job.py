@@ -30,13 +30,14 @@ from hvdkit.common.table import Page, Table, console
 from hvdkit.common.units import count_text
 from hvdkit.errors import LauncherError
 from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
+from hvdkit.prepare.doctor.inside import DISTRIBUTIONS
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
 from hvdkit.steps.device import cpu_threads_here, device_index, threads_asked
 from hvdkit.steps.mpi_library import loaded_mpi
 from hvdkit.steps.ranks import name_ranks
 
-PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "mpi4py", "numpy")
+PACKAGES = ("hvdkit", *(name for names in DISTRIBUTIONS.values() for name in names), "numpy")
 ENOUGH_DISK = 2**30
 """Bytes below which a checkpoint may not fit."""
 CLOCK_SKEW_S = 1.0

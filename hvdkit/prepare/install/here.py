@@ -26,6 +26,7 @@ from typing import Any
 from hvdkit.common.files import text_if_there
 from hvdkit.common.programs import ask, identify_mpi
 from hvdkit.errors import InstallError
+from hvdkit.prepare.doctor.inside import DISTRIBUTIONS
 from hvdkit.prepare.install.facts import (
     BuildFacts,
     CompilerFacts,
@@ -61,11 +62,6 @@ NCCL_VARIABLES = ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT")
 LIBRARY_DIRECTORIES = ("lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 # The link name first; pip's NCCL has only the versioned name; a static one where nothing else is.
 NCCL_LIBRARIES = ("libnccl.so", "libnccl.so.2", "libnccl_static.a")
-
-TENSORFLOW_DISTRIBUTIONS = (
-    "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-cpu-aws", "intel-tensorflow",
-    "tf-nightly", "tf-nightly-cpu",
-)  # fmt: skip
 
 UNKNOWN = "unknown MPI"
 CXX_WRAPPERS = ("mpicxx", "mpic++", "mpiCC")
@@ -260,7 +256,7 @@ def _torch_cxx11_abi(location: Path) -> str:
 
 
 def _tensorflow_distribution(location: Path) -> importlib.metadata.Distribution | None:
-    candidates = [found for name in TENSORFLOW_DISTRIBUTIONS if (found := distribution(name)) is not None]
+    candidates = [found for name in DISTRIBUTIONS["tensorflow"] if (found := distribution(name)) is not None]
     beside = [found for found in candidates if Path(str(found.locate_file(""))) == location.parent]
     return next(iter(beside or candidates), None)
 

@@ -129,6 +129,7 @@ def test_a_signal_that_ends_the_job_leaves_the_grace_where_nobody_reads_the_outp
 def test_an_answer_that_nobody_waits_for_is_no_harm(watched):
     it = watched()
     it.job._on_frame(it.ranks[1], wire.UNHANDLED, wire.UNHANDLED_PAYLOAD.pack(signal.SIGUSR1))
+    assert it.job._unhandled == {}
 
 
 @pytest.mark.parametrize(("status", "exits"), [(-signal.SIGTERM, 143), (0, 143), (5, 5)])
@@ -140,7 +141,7 @@ def test_what_somebody_else_tells_a_rank_ends_the_job_with_its_grace_and_is_no_s
     it.job._on_rank_end(second, 0, False, 8, False, 0)
     it.job._on_rank_end(third, 0, True, 9, False, 0)
     assert it.at(wire.STOP), "they leave together"
-    assert it.job._conclude("") == exits
+    assert it.job._conclude() == exits
     assert "rank 0 (pid 7) was told to end, and not by hvdkit launch; the job was ended." in capfd.readouterr().err
 
 
@@ -148,8 +149,36 @@ def test_a_connection_that_ends_without_a_word_is_not_called_killed(watched, cap
     it = watched()
     it.job._selector.register(it.ranks[1].connection, selectors.EVENT_READ)
     it.job._on_peer_gone(it.ranks[1])
-    assert it.job._conclude("") == 137
+    assert it.job._conclude() == 137
     assert "rank 1 was lost: the process beside it was killed, or the network failed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("direct", "ended", "came", "survives", "said"),
+    [
+        (True, 3, 3, "", "every process was ended."),
+        (True, 2, 3, "", "the job was ended; rank 2 did not say how."),
+        (True, 2, 2, "", "the job was ended."),
+        (False, 2, 3, "", "every process was ended; rank 2 did not say how."),
+        (True, 3, 3, "pid 7 (D (disk sleep))\npid 9", "it could not end all processes."),
+        (False, 3, 3, "pid 7 (D (disk sleep))", "every process was ended."),
+    ],
+    ids=["all", "silent", "never came", "looked at here", "survivor", "survivor that has ended since"],
+)
+def test_every_process_was_ended_where_that_is_known(watched, capfd, direct, ended, came, survives, said):
+    """On this machine ``hvdkit launch`` looks itself, on others the ranks say it."""
+    it = watched(direct=direct)
+    del it.job._ranks[came:]
+    it.job._signal = signal.SIGTERM
+    for rank in it.ranks[:ended]:
+        rank.host = "node3"
+        if survives and rank is it.ranks[0]:
+            it.job._on_frame(rank, wire.SURVIVORS, survives.encode())
+        it.job._on_rank_end(rank, 0, True, rank.pid, False, 0)
+    assert it.job._conclude() == 128 + signal.SIGTERM
+    named = ["hvdkit launch: could not be ended: pid 7 (D (disk sleep)), pid 9 on host node3."]
+    last = f"hvdkit launch: interrupted by SIGTERM; {said}"
+    assert capfd.readouterr().err.splitlines() == [*(named if direct and survives else []), last]
 
 
 def test_of_many_who_show_nothing_the_oldest_goes(watched):

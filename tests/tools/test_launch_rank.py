@@ -228,6 +228,19 @@ def test_a_rank_that_cannot_reach_it_runs_all_the_same_and_says_so(begin, key, w
     assert "does not see to this rank, which runs all the same: " in error.decode() and why in error.decode()
 
 
+def test_a_rank_names_what_sigkill_did_not_end_before_its_own_end(monkeypatch):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        beside = wire._Rank(ours, 1.0, under_slurm=False)
+        beside._may_leave = True
+        monkeypatch.setattr(wire, "kill_descendants", lambda: [os.getpid(), 2**22 + 1])
+        theirs.shutdown(socket.SHUT_WR)
+        assert beside._leave(1) == 1
+        said = frames(peer.Peer(theirs))
+    assert [kind for kind, _ in said] == [wire.SURVIVORS, wire.EXIT]
+    assert said[0][1].decode().splitlines() == [f"pid {os.getpid()} (R (running))", f"pid {2**22 + 1}"]
+
+
 def test_a_missing_program_is_one_sentence_also_where_nobody_sees_to_the_rank(begin):
     rank = begin("no-such-host.invalid:1", "/no/such/program", key=secret.new())
     error = rank.communicate(timeout=TIMEOUT_S)[1].decode().splitlines()
@@ -238,12 +251,11 @@ def test_a_missing_program_is_one_sentence_also_where_nobody_sees_to_the_rank(be
     assert (on_another_host.returncode, on_another_host.stderr.splitlines()) == (127, error[1:])
 
 
-def test_every_address_that_is_offered_is_listened_on_and_a_name_that_is_none_is_no_error():
+def test_the_address_that_is_offered_is_listened_on_and_a_name_that_is_none_is_no_error():
     listening, address = peer.listener(["h..x", "no-such-host.invalid"], here=False)
-    names, _, port = address.rpartition(":")
+    name, _, port = address.rpartition(":")
     with listening:
-        for name in names.split(","):
-            socket.create_connection((name, int(port)), TIMEOUT_S).close()
+        socket.create_connection((name, int(port)), TIMEOUT_S).close()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 HEADER = struct.Struct("!cI")
-HELLO, STDOUT, STDERR, REPORT, EXIT, UNHANDLED = b"H", b"O", b"E", b"T", b"X", b"U"
+HELLO, STDOUT, STDERR, REPORT, EXIT, UNHANDLED, SURVIVORS = b"H", b"O", b"E", b"T", b"X", b"U", b"V"
 HELLO_PAYLOAD = struct.Struct("!II")
 """Payload of HELLO: the rank, and the process id of what is beside it; then the host's name."""
 EXIT_PAYLOAD = struct.Struct("!i?I?Q")
@@ -39,6 +39,7 @@ process id, 0 when it did not start; whether the kernel killed a process of its 
 bytes that the cgroup may have, 0 where it has no limit."""
 UNHANDLED_PAYLOAD = struct.Struct("!I")
 """Payload of UNHANDLED: the number of a signal that no process of the rank handles, so that it was not sent."""
+# The payload of SURVIVORS, before EXIT: what did not end by SIGKILL, a line for each process (``with_state``).
 STOP, TERMINATE, KILL, DUMP, LEAVE = b"S", b"T", b"K", b"D", b"L"
 """STOP: SIGTERM, and SIGKILL after ``STOP_GRACE_S``. TERMINATE: SIGTERM alone; STOP follows when all ranks have ended,
 or KILL when the job's grace is over. LEAVE, after EXIT: to leave with the command's own status."""
@@ -271,7 +272,8 @@ class _Rank:
         """
         if status == 0 or self._told_to_end:
             self._end_what_is_left()
-        kill_descendants()
+        if survivors := kill_descendants():
+            self._send(SURVIVORS, "\n".join(map(with_state, survivors)).encode())
         self._kill_at = None
         for fd in list(self._outputs):
             while self._on_output(fd):
@@ -551,6 +553,14 @@ def kill_descendants(spared: Collection[int] = ()) -> list[int]:
             _send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
     return left
+
+
+def with_state(pid: int) -> str:
+    """A process id with the state that the kernel gives it: "pid 7 (D (disk sleep))"."""
+    with contextlib.suppress(OSError, IndexError):  # it has ended after all
+        status = Path(f"/proc/{pid}/status").read_text()
+        return f"pid {pid} ({status.split('State:')[1].splitlines()[0].strip()})"
+    return f"pid {pid}"
 
 
 def _handles(pid: int, number: int) -> bool:

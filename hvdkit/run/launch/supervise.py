@@ -16,7 +16,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
@@ -141,6 +141,7 @@ class _Job:
         self._signal: int | None = None
         self._end_order = wire.STOP
         self._unhandled: dict[int, set[int]] = {}  # signal to ranks
+        self._survivors: dict[str, dict[str, None]] = {}  # host to processes that SIGKILL did not end, in order
         self._stall: Stall | None = None
         self._named_awaited = False
         self._said = b""
@@ -164,10 +165,9 @@ class _Job:
         while self._on_report():
             pass
         wire.adopt_orphans(False)
-        left = wire.kill_descendants(spared=before)
-        if left:
-            self._shown.say(f"could not be ended: {_with_states(left)} on host {socket.gethostname()}.")
-        status = self._conclude(every_process="it could not end all processes" if left else "every process was ended")
+        if left := wire.kill_descendants(spared=before):
+            self._note_survivors(socket.gethostname(), map(wire.with_state, left))
+        status = self._conclude()
         return JobEnd(status, interrupted=self._signal is not None or self._shown.unread)
 
     @property
@@ -250,8 +250,13 @@ class _Job:
         elif kind == wire.UNHANDLED and peer.rank is not None:
             # Nobody waits for it where the signal came to the rank itself, or was passed on long ago.
             self._unhandled.get(wire.UNHANDLED_PAYLOAD.unpack(payload)[0], set()).add(peer.rank)
+        elif kind == wire.SURVIVORS and self._plan.direct:  # here it is looked once more at the end
+            self._note_survivors(peer.host, payload.decode().splitlines())
         elif kind == wire.EXIT:
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
+
+    def _note_survivors(self, host: str, pids: Iterable[str]) -> None:
+        self._survivors.setdefault(host, {}).update(dict.fromkeys(pids))
 
     def _on_rank_report(self, peer: Peer, data: bytes) -> None:
         was_in_init = peer.in_init
@@ -500,15 +505,16 @@ class _Job:
 
     # What is said at the end
 
-    def _conclude(self, every_process: str) -> int:
-        """The exit status, and the sentence that explains it; ``every_process``: whether all were ended."""
+    def _conclude(self) -> int:
+        """The exit status, and the sentence that explains it; before it, what could not be ended."""
+        for host, pids in self._survivors.items():
+            self._shown.say(f"could not be ended: {', '.join(pids)} on host {host}.")
         if self._signal is not None:
             self._shown.tracebacks(self._ranks, None)
             late = killed_after_grace(self._ends, self._plan.grace_s)
             if silent := sorted({peer.rank for peer in self._ranks if peer.rank is not None and peer.end is None}):
                 late += f"; {name_ranks(silent)} did not say how"
-                every_process = "the job was ended" if self._plan.direct else every_process
-            self._shown.say(f"interrupted by {signal_name(self._signal)}; {every_process}{late}.")
+            self._shown.say(f"interrupted by {signal_name(self._signal)}; {self._what_was_ended()}{late}.")
             return 128 + self._signal
         if self._shown.unread:
             return 128 + signal.SIGPIPE
@@ -553,6 +559,13 @@ class _Job:
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
         return as_shell or 1
 
+    def _what_was_ended(self) -> str:
+        """As much as is known: of a rank on another host that has not said how it ended, nothing is."""
+        if self._survivors:
+            return "it could not end all processes"
+        known = not self._plan.direct or len({end.rank for end in self._ends}) == self._plan.n
+        return "every process was ended" if known else "the job was ended"
+
     def _worker_of(self, failure: RankEnd) -> str:
         """What to add to the end of a rank that had lost a process of its own."""
         for pid, number in (one for peer in self._ranks if peer.rank == failure.rank for one in peer.killed_workers):
@@ -566,15 +579,3 @@ class _Job:
         waited = f"a collective waited longer than {self._plan.stall_timeout:g} s"
         self._shown.say(f"{waited}: {stall}; {where}; the job was ended.")
         return STALLED_STATUS
-
-
-def _with_states(pids: Sequence[int]) -> str:
-    """Process ids with the states that the kernel gives them: "pid 7 (D, uninterruptible)"."""
-    shown = []
-    for pid in pids:
-        state = ""
-        with contextlib.suppress(OSError, IndexError):  # it has ended after all
-            status = Path(f"/proc/{pid}/status").read_text()
-            state = f" ({status.split('State:')[1].splitlines()[0].strip()})"
-        shown.append(f"pid {pid}{state}")
-    return ", ".join(shown)

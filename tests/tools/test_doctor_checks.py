@@ -10,9 +10,9 @@ from msgspec import structs
 
 from hvdkit.common.programs import identify_mpi, same_mpi_family
 from hvdkit.prepare.doctor.checks import CHECKS
-from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
+from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package
 from hvdkit.prepare.doctor.finding import LEVELS, Found
-from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher
+from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
 from hvdkit.prepare.doctor.two_ranks import Tested as Said
 from hvdkit.prepare.doctor.two_ranks import TwoRanks
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
@@ -78,7 +78,7 @@ SOUND = DoctorFacts(
     extensions={"torch": extension("torch"), "tensorflow": extension("tensorflow")},
     record=RECORD,
     mpi4py_mpi=OPEN_MPI,
-    mpi_launchers=(MpiLauncher("/env/bin/mpirun", True, "Open MPI", "5.0.11"),),
+    mpi_launchers=(MpiLauncher("/env/bin/mpirun", "Open MPI", "5.0.11", first_on_path=True),),
     trained={"torch": TRAINS, "tensorflow": TRAINS},
 )
 
@@ -142,8 +142,8 @@ TF_IS_GONE = with_extension("tensorflow", TORCH_ALONE, **NOT_LOADED)
 OTHER_PYTHON = {"file": None, "other_files": ("/env/mpi_lib.cpython-310.so",), **NOT_LOADED}
 GLOO_ALONE = with_extension("torch", built=("Gloo",), mpi=None)
 GLOO_ALONE = replace(with_extension("tensorflow", GLOO_ALONE, built=("Gloo",), mpi=None), mpi4py_mpi=MPICH)
-WRONG, RIGHT = MpiLauncher("/usr/bin/mpirun", True, "MPICH", "4.2.0"), SOUND.mpi_launchers[0]
-OLD = MpiLauncher("/usr/bin/mpirun", True, "Open MPI", "4.1.4")
+WRONG, RIGHT = MpiLauncher("/usr/bin/mpirun", "MPICH", "4.2.0", first_on_path=True), SOUND.mpi_launchers[0]
+OLD = MpiLauncher("/usr/bin/mpirun", "Open MPI", "4.1.4", first_on_path=True)
 GPU = with_host(gpus=("NVIDIA H200", "NVIDIA H200"))
 CPU_BUILD, HIDDEN = (replace(GPU, devices={"torch": devices}) for devices in (Devices(), Devices("CUDA 13.0")))
 SEEN = replace(GPU, devices={"torch": Devices("CUDA 13.0", GPU.host.gpus)})
@@ -250,7 +250,9 @@ def test_one_fault_is_one_finding(facts: DoctorFacts, check: str, level: str, wo
         replace(SOUND, tensorflow_keras="3.15.1", extensions={"torch": extension("torch")}),
         replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/usr/lib/libmpi.so.40")),
         with_launchers(replace(RIGHT, first_on_path=False)),  # an environment that is not activated
-        with_launchers(MpiLauncher("/opt/pals/bin/mpiexec", True, "", "")),  # unknown: nothing can be said
+        with_launchers(
+            MpiLauncher("/opt/pals/bin/mpiexec", "", "", first_on_path=True)
+        ),  # unknown: nothing can be said
         with_launchers(replace(RIGHT, version="5.0.3")),
         with_launchers(),
         built_for(version="5.0.2"),

@@ -132,7 +132,7 @@ def test_a_report_to_paste_has_no_host_no_user_and_no_colour(facts, capsys, monk
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
-    mine = MpiLauncher("/scratch/ada_2/bin/mpirun", True, "Open MPI", "5.0.11")
+    mine = MpiLauncher("/scratch/ada_2/bin/mpirun", "Open MPI", "5.0.11", first_on_path=True)
     variables = {"HOROVOD_TIMELINE": "/home/ada/t.json on node17", "HOROVOD_AUTOTUNE_LOG": "/home/adam/canada/ada"}
     variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = "10.0.0.1:5/5ekr1t"
     facts.append(built_for(replace(SOUND, prefix="/home/ada/env", mpi_launchers=(mine,), environ=variables), "1.0"))

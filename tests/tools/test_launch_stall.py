@@ -60,7 +60,7 @@ def test_reports_in_pieces_among_other_lines_and_of_several_ranks():
     ("missing", "expected"),
     [
         ({1: ("allreduce.hvdkit.metrics",)}, "rank 1 did not arrive at allreduce 'hvdkit.metrics'"),
-        ({1: ("a", "b"), 3: ("a", "b")}, "ranks 1 and 3 did not arrive at 'a', 'b'"),
+        ({1: ("a", "b"), 3: ("a", "b")}, "ranks 1, 3 did not arrive at 'a', 'b'"),
         ({0: ("y",), 1: ("x",)}, "rank 0 did not arrive at 'y', rank 1 did not arrive at 'x'"),
         ({2: tuple("abcde")}, "rank 2 did not arrive at 'a', 'b', 'c' and 2 more tensors"),
     ],

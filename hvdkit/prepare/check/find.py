@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hvdkit.prepare.check import steps
 from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, makes_object, method, receiver, word
 from hvdkit.prepare.check.case import SHARDED, Update
-from hvdkit.prepare.check.flow import everything
+from hvdkit.prepare.check.flow import everything, remembered
 from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, RANKS, SAMPLERS, TOGETHER, Role, role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Condition, Event
@@ -646,16 +646,15 @@ def _compared(case: JudgedCase, left: ast.expr, operator: ast.cmpop, right: ast.
     return (_OTHERS if above else _ROOT) if right.value == edge else _ONE
 
 
-def _is_rank(case: JudgedCase, node: ast.AST, depth: int = 0) -> bool:
+@remembered(False)
+def _is_rank(case: JudgedCase, node: ast.AST) -> bool:
     """Whether an expression is a rank and nothing else, for certain."""
     if case.kind(node) in RANKS:
         return getattr(node, "attr", "") != "is_root"
-    if depth > _DEEPEST:
-        return False
     if isinstance(node, ast.Call) and case.name(node) == "builtins.int" and node.args:
-        return _is_rank(case, node.args[0], depth + 1)
+        return _is_rank(case, node.args[0])
     values = case.behind(node) if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.arg)) else []
-    return bool(values) and all(_is_rank(case, one, depth + 1) for one in values)
+    return bool(values) and all(_is_rank(case, one) for one in values)
 
 
 def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:

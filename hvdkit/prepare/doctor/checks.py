@@ -12,15 +12,15 @@ from typing import Any
 
 from hvdkit.common.programs import major, same_mpi_family
 from hvdkit.common.units import count_text
-from hvdkit.prepare.doctor.facts import FRAMEWORKS, PACKAGES, DoctorFacts, Failure, MpiLibrary, Package
+from hvdkit.prepare.doctor.facts import PACKAGES, DoctorFacts, Failure, Package
 from hvdkit.prepare.doctor.finding import Checks
-from hvdkit.prepare.doctor.host import MpiLauncher
+from hvdkit.prepare.doctor.host import MpiLauncher, MpiLibrary
+from hvdkit.prepare.install.facts import PYTHON_VERSIONS, TITLES
 from hvdkit.steps.device import threads_asked
 
 CHECKS: Checks[DoctorFacts] = Checks()
 Words = Iterator[dict[str, Any]]
 
-_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 _SHM_NEEDED = 64 * 2**20
 _FUSION_MINIMUM = 1024  # bytes; less is a number of MB taken for bytes
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -43,7 +43,7 @@ _RANK_0 = (
 )
 def _python(facts: DoctorFacts) -> Words:
     number = tuple(int(part) for part in facts.python.split(".")[:2])
-    if not _OLDEST_PYTHON <= number <= _NEWEST_PYTHON:
+    if not PYTHON_VERSIONS[0] <= number <= PYTHON_VERSIONS[-1]:
         yield {}
 
 
@@ -55,7 +55,7 @@ def _python(facts: DoctorFacts) -> Words:
     "Install one, then build Horovod: 'pip install torch' or 'pip install tensorflow', then 'hvdkit install'.",
 )
 def _no_framework(facts: DoctorFacts) -> Words:
-    if not any(facts.packages[name].present for name in FRAMEWORKS):
+    if not any(facts.packages[name].present for name in TITLES):
         yield {}
 
 
@@ -67,7 +67,7 @@ def _no_framework(facts: DoctorFacts) -> Words:
     "{fix}",
 )
 def _import_fails(facts: DoctorFacts) -> Words:
-    for name in (*FRAMEWORKS, "keras", "jax"):
+    for name in (*TITLES, "keras", "jax"):
         package = facts.packages[name]
         if package.failure and not (name == "keras" and _backend_is_missing(facts)):
             level = "warning" if name == "jax" else "error"
@@ -106,7 +106,7 @@ def _missing_module(failure: Failure | None) -> str | None:
     "{fix}",
 )
 def _two_versions(facts: DoctorFacts) -> Words:
-    for name in (*FRAMEWORKS, "keras"):
+    for name in (*TITLES, "keras"):
         package = facts.packages[name]
         version, said = package.version, package.distribution_version
         if version is not None and said is not None and _public(version) != _public(said):
@@ -173,13 +173,13 @@ def _import_horovod(facts: DoctorFacts) -> Words:
 def _extension_missing(facts: DoctorFacts) -> Words:
     for name, extension in facts.extensions.items():
         if extension.file is None and facts.packages[name].present:
-            others = [other for other in FRAMEWORKS if other != name and facts.packages[other].present]
+            others = [other for other in TITLES if other != name and facts.packages[other].present]
             usable = any(facts.extensions[other].file is not None for other in others)
-            reason = f"Horovod was built without {FRAMEWORKS[name]}."
+            reason = f"Horovod was built without {TITLES[name]}."
             if extension.other_files:
                 reason = f"Horovod was built for another Python: {', '.join(extension.other_files)}."
             level = "warning" if usable else "error"
-            yield {"name": name, "title": FRAMEWORKS[name], "level": level, "reason": reason}
+            yield {"name": name, "title": TITLES[name], "level": level, "reason": reason}
 
 
 @CHECKS.row(
@@ -193,7 +193,7 @@ def _framework_gone(facts: DoctorFacts) -> Words:
     for name, extension in facts.extensions.items():
         if extension.file is not None and not facts.packages[name].present:
             versions = [built[name] for _, built in facts.built_for() if name in built]
-            yield {"name": name, "title": FRAMEWORKS[name], "version": (*versions, "again")[0]}
+            yield {"name": name, "title": TITLES[name], "version": (*versions, "again")[0]}
 
 
 @CHECKS.row(
@@ -212,7 +212,7 @@ def _drift(facts: DoctorFacts) -> Words:
             if extension.failure:
                 why = f", and it fails: {extension.failure.message}."
             elif package.failure:
-                why = f"; {FRAMEWORKS[name]} itself fails to import."
+                why = f"; {TITLES[name]} itself fails to import."
             elif problem := facts.launch_problem(name):
                 why = f", and a training of 2 ranks fails: {problem}."
             else:
@@ -223,7 +223,7 @@ def _drift(facts: DoctorFacts) -> Words:
                 )
             yield {
                 "name": name,
-                "title": FRAMEWORKS[name],
+                "title": TITLES[name],
                 "level": level,
                 "why": why,
                 "built": built,
@@ -270,11 +270,11 @@ def _extension_fails(facts: DoctorFacts) -> Words:
         why = f"'import horovod.{name}' stops the same way in every training script."
         if "undefined symbol" in failure.message + failure.detail:
             why = (
-                f"Drift: Horovod was compiled against another {FRAMEWORKS[name]} than the one that is installed (ABI): "
+                f"Drift: Horovod was compiled against another {TITLES[name]} than the one that is installed (ABI): "
                 "a function that it calls is not there any more."
             )
         fix = _load_fix(facts, failure)
-        yield {"name": name, "title": FRAMEWORKS[name], "message": failure.message, "why": why, "fix": fix}
+        yield {"name": name, "title": TITLES[name], "message": failure.message, "why": why, "fix": fix}
 
 
 def _load_fix(facts: DoctorFacts, failure: Failure) -> str:
@@ -314,7 +314,7 @@ def _launch_fails(facts: DoctorFacts) -> Words:
     for problem, names in failed.items():
         check = facts.trained[names[0]].failed
         fix = check.fix[:1].upper() + check.fix[1:] if check else ""
-        yield {"frameworks": " and ".join(FRAMEWORKS[name] for name in names), "problem": problem, "fix": fix}
+        yield {"frameworks": " and ".join(TITLES[name] for name in names), "problem": problem, "fix": fix}
 
 
 @CHECKS.row(
@@ -462,7 +462,7 @@ def _no_gpu_build(facts: DoctorFacts) -> Words:
     for name, devices in facts.devices.items():
         if facts.host.gpus and not devices.build and not devices.failure:
             version = facts.packages[name].installed_version
-            yield {"name": name, "title": FRAMEWORKS[name], "gpus": _counted(facts.host.gpus), "version": version}
+            yield {"name": name, "title": TITLES[name], "gpus": _counted(facts.host.gpus), "version": version}
 
 
 def _counted(gpus: tuple[str, ...]) -> str:
@@ -492,7 +492,7 @@ def _hidden_gpus(facts: DoctorFacts) -> Words:
             reason, fix = f"{hiding}={facts.environ[hiding]!r} hides them all.", f"Unset {hiding}, if it is a mistake."
         yield {
             "name": name,
-            "title": FRAMEWORKS[name],
+            "title": TITLES[name],
             "level": "info" if hiding else "warning",
             "build": devices.build,
             "gpus": _counted(facts.host.gpus),
@@ -511,7 +511,7 @@ def _hidden_gpus(facts: DoctorFacts) -> Words:
 def _unknown_devices(facts: DoctorFacts) -> Words:
     for name, devices in facts.devices.items():
         if devices.failure and not (facts.host.gpus and devices.build):
-            yield {"name": name, "title": FRAMEWORKS[name], "message": devices.failure.message}
+            yield {"name": name, "title": TITLES[name], "message": devices.failure.message}
 
 
 @CHECKS.row(
@@ -525,7 +525,7 @@ def _no_nccl(facts: DoctorFacts) -> Words:
     for name, devices in facts.devices.items():
         extension = facts.extensions.get(name)
         if devices.gpus and extension and extension.loaded and "NCCL" not in extension.built:
-            yield {"name": name, "title": FRAMEWORKS[name], "gpus": _counted(devices.gpus)}
+            yield {"name": name, "title": TITLES[name], "gpus": _counted(devices.gpus)}
 
 
 @CHECKS.row(

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher
+from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
 from hvdkit.prepare.doctor.two_ranks import TwoRanks
+from hvdkit.prepare.install.facts import TITLES
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
 from hvdkit.prepare.install.record import BuildRecord
 
-FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
-"""Import name and display name of the frameworks that Horovod has an extension for."""
-
-PACKAGES = {**FRAMEWORKS, "keras": "Keras", "jax": "JAX", "mpi4py": "mpi4py", "horovod": "Horovod"}
+PACKAGES = {**TITLES, "keras": "Keras", "jax": "JAX", "mpi4py": "mpi4py", "horovod": "Horovod"}
 CONTROLLERS = ("MPI", "Gloo")
 
 
@@ -80,24 +78,6 @@ class Devices:
     build: str | None = None
     gpus: tuple[str, ...] = ()
     failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class MpiLibrary:
-    """An MPI library that a process had loaded.
-
-    Attributes:
-        path: real path of the shared library.
-        implementation: "Open MPI", "MPICH", ..., or "" when unknown.
-        version: "5.0.11", or "" when unknown.
-    """
-
-    path: str
-    implementation: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
 
 
 @dataclass(frozen=True)

@@ -24,22 +24,33 @@ _SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
 
 
 @dataclass(frozen=True)
-class MpiLauncher:
-    """An ``mpirun`` or ``mpiexec``.
+class MpiLibrary:
+    """An MPI library that a process had loaded.
 
     Attributes:
-        path: as found, not resolved.
-        first_on_path: what a user gets who types the bare name.
-        implementation, version: as in MpiLibrary, "" when unknown.
+        path: real path of the shared library.
+        implementation: "Open MPI", "MPICH", ..., or "" when unknown.
+        version: "5.0.11", or "" when unknown.
     """
 
     path: str
-    first_on_path: bool
     implementation: str
     version: str
 
     def __str__(self) -> str:
         return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
+
+
+@dataclass(frozen=True)
+class MpiLauncher(MpiLibrary):
+    """An ``mpirun`` or ``mpiexec``.
+
+    Attributes:
+        path: as found, not resolved.
+        first_on_path: what a user gets who types the bare name.
+    """
+
+    first_on_path: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tu
         if candidate:
             found.setdefault(candidate, candidate in typed)
     return tuple(
-        MpiLauncher(path, first, *identify_mpi(version(Path(path), environ).text)) for path, first in found.items()
+        MpiLauncher(path, *identify_mpi(version(Path(path), environ).text), first) for path, first in found.items()
     )
 
 

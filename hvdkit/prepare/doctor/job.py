@@ -37,7 +37,7 @@ from hvdkit.steps.device import cpu_threads_here, device_index, threads_asked
 from hvdkit.steps.mpi_library import loaded_mpi
 from hvdkit.steps.ranks import name_ranks
 
-PACKAGES = ("hvdkit", *(name for names in DISTRIBUTIONS.values() for name in names), "numpy")
+PACKAGES: tuple[str, ...] = ("hvdkit", *(name for names in DISTRIBUTIONS.values() for name in names), "numpy")
 ENOUGH_DISK = 2**30
 """Bytes below which a checkpoint may not fit."""
 CLOCK_SKEW_S = 1.0
@@ -466,7 +466,9 @@ def _other_mpi(reports: Reports) -> Words:
 )
 def _other_versions(reports: Reports) -> Words:
     for name in ("Python", *PACKAGES):
-        by_version = _grouped(reports, lambda report, name=name: report.versions.get(name, "missing"))
+        by_version: dict[str, list[RankReport]] = {}
+        for report in reports:
+            by_version.setdefault(report.versions.get(name, "missing"), []).append(report)
         if len(by_version) > 1:
             shown = "; ".join(f"{version} on {_ranks(those)}" for version, those in by_version.items())
             yield {"name": name, "shown": shown}

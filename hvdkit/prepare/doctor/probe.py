@@ -20,7 +20,9 @@ from typing import IO, Any
 from hvdkit.common.programs import identify_mpi, signal_name
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.doctor import host, inside, masked, two_ranks
-from hvdkit.prepare.doctor.facts import FRAMEWORKS, Devices, DoctorFacts, Extension, Failure, MpiLibrary, Package
+from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package
+from hvdkit.prepare.doctor.host import MpiLibrary
+from hvdkit.prepare.install.facts import TITLES
 from hvdkit.prepare.install.record import BuildRecord, read_record
 from hvdkit.steps import launchers
 
@@ -186,7 +188,7 @@ def gather(
         for name, found in inventory["packages"].items()
     }
     devices, extensions = {}, {}
-    for name in FRAMEWORKS:
+    for name in TITLES:
         if packages[name].works:
             stage = f"{name}.devices"
             devices[name] = Devices(value(stage).get("build"), tuple(value(stage).get("gpus", ())), failure(stage))

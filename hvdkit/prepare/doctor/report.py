@@ -9,8 +9,9 @@ import hvdkit
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import count_text
-from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, DoctorFacts, Package
+from hvdkit.prepare.doctor.facts import CONTROLLERS, PACKAGES, DoctorFacts, Package
 from hvdkit.prepare.doctor.finding import LEVELS, Found, has_errors, paragraphs
+from hvdkit.prepare.install.facts import TITLES
 
 _OTHER_OPERATIONS = ("NCCL", "CUDA", "ROCm", "CCL", "DDL")
 
@@ -86,7 +87,7 @@ def page(facts: DoctorFacts, findings: Sequence[Found], width: int) -> Page:
 
 def components(facts: DoctorFacts) -> dict[str, Component]:
     """What a training is made of, by the name that users know it by."""
-    table = {PACKAGES[name]: _package(facts, facts.packages[name]) for name in (*FRAMEWORKS, "keras", "jax")}
+    table = {PACKAGES[name]: _package(facts, facts.packages[name]) for name in (*TITLES, "keras", "jax")}
     table["Horovod"] = _horovod(facts)
     table |= {name: _controller(facts, name) for name in CONTROLLERS}
     if facts.loaded_extensions():
@@ -134,7 +135,7 @@ def _horovod(facts: DoctorFacts) -> Component:
     if not package.present:
         return Component("missing")
     built = {name: extension for name, extension in facts.extensions.items() if extension.file}
-    detail = f"built for {' and '.join(FRAMEWORKS[name] for name in built)}" if built else "built for no framework"
+    detail = f"built for {' and '.join(TITLES[name] for name in built)}" if built else "built for no framework"
     unloaded = any(facts.packages[name].works and not extension.loaded for name, extension in built.items())
     untrained = any(facts.launch_problem(name) for name in built)
     status = "working" if facts.trained else "untested"
@@ -148,11 +149,11 @@ def _controller(facts: DoctorFacts, name: str) -> Component:
     library = facts.horovod_mpi() if name == "MPI" else None
     version = str(library) if library else None
     over = [framework for framework, trained in facts.trained.items() if trained.controller == name]
-    failed = [FRAMEWORKS[framework] for framework in over if facts.launch_problem(framework)]
+    failed = [TITLES[framework] for framework in over if facts.launch_problem(framework)]
     if failed:
         return Component("broken", version, f"2 ranks do not train over it in {' and '.join(failed)}")
     if over:
-        frameworks = " and ".join(FRAMEWORKS[framework] for framework in over)
+        frameworks = " and ".join(TITLES[framework] for framework in over)
         return Component("working", version, f"2 ranks train over it in {frameworks}")
     if not facts.loaded_extensions():
         return Component("untested")

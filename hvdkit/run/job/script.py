@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Sequence
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job.model import BatchJob, Site
+from hvdkit.run.job.model import WALLTIME, BatchJob, Site
 from hvdkit.run.job.site import settle
-from hvdkit.run.job.systems import SYSTEMS, WALLTIME, seconds
+from hvdkit.run.job.systems import SYSTEMS, seconds
 from hvdkit.run.launch.options import as_words, who_says
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
@@ -53,8 +53,7 @@ def check(job: BatchJob) -> None:
     Raises:
         InvalidArgumentError: a walltime, name, queue, account or command that cannot be right.
     """
-    match = None if job.walltime is None else WALLTIME.fullmatch(job.walltime)
-    if job.walltime is not None and (match is None or not any(map(int, match.groups()))):
+    if job.walltime is not None and (re.match(WALLTIME, job.walltime) is None or seconds(job.walltime) == 0):
         raise InvalidArgumentError(f"--walltime must be HH:MM:SS and above zero, got {job.walltime!r}.")
     for attribute, (pattern, expected) in _FORMS.items():
         value = getattr(job, attribute)

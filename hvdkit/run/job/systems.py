@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from hvdkit.run.job.model import BatchJob, Site
 
-WALLTIME = re.compile(r"([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
-
 
 @dataclass(frozen=True, slots=True)
 class System:

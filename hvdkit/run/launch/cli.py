@@ -143,7 +143,7 @@ def _request(command: tuple[str, ...], dry_run: bool, **asked: Any) -> Request:
     """The options as one request; an error where one needs or excludes another."""
     options.check_needs(asked)
     skew, explains, stages = asked.pop("skew"), asked.pop("explain_job"), asked.pop("stage")
-    chosen, source, given = tuned.choose(asked.pop("tuned"), **{name: asked.pop(name) for name in tuned.OPTIONS})
+    chosen, source, given = tuned.choose(asked.pop("tuned"), **{name: asked.pop(name) for name in tuned.OVERRIDES})
     fixed = "--tuned" if source else next(iter(given.values()), None)
     if fixed is not None and asked["autotune_log"] is not None:
         raise InvalidArgumentError(f"{fixed} fixes what --autotune-log is to vary; give one of them.")

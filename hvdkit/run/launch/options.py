@@ -28,10 +28,13 @@ from hvdkit.common.commands import (
 )
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.model import BATCH_GRACE_S, BINDINGS, GRACE_S, Host, Staged
-from hvdkit.run.launch.tuned import Tuned
+from hvdkit.run.launch.tuned import OVERRIDES, Tuned
 
 LAUNCHERS = ("mpirun", "horovodrun", "mpiexec", "aprun", "srun", "jsrun")
 """Every launcher that can be asked for by name; mpiexec is that of PALS alone."""
+TORCH_STEPS = (10, 2, 5)
+"""Steps that are left out, traced and thrown away, recorded: as ``hvdkit.torch.profile`` has them."""
+_TORCH_STEPS = ",".join(map(str, TORCH_STEPS))
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
@@ -96,7 +99,9 @@ def _profiled_steps(_ctx: click.Context, _parameter: click.Parameter, text: str 
         return None
     counts = tuple(int(word) for word in text.split(",") if word.isascii() and word.isdigit())
     if len(counts) != 3 or len(text.split(",")) != 3:
-        raise click.BadParameter(f"expected WAIT,WARMUP,ACTIVE, numbers of steps such as 10,2,5, got {shortened(text)}")
+        raise click.BadParameter(
+            f"expected WAIT,WARMUP,ACTIVE, numbers of steps such as {_TORCH_STEPS}, got {shortened(text)}"
+        )
     if counts[0] + counts[1] == 0 or counts[2] == 0:
         raise click.BadParameter(
             f"expected a step to leave out or to throw away and one to record, got {text!r}: profiling begins at the "
@@ -225,7 +230,7 @@ _typed(
     callback=_profiled_steps,
     metavar="WAIT,WARMUP,ACTIVE",
     needs=("torch_profile", "the directory that it is about"),
-    help="Optimizer steps to skip, to trace and discard, and to record  [default: 10,2,5]",
+    help=f"Optimizer steps to skip, to trace and discard, and to record  [default: {_TORCH_STEPS}]",
 )
 _typed(
     "explain_job",
@@ -332,9 +337,7 @@ _typed("verbose", is_flag=True, help="Show TensorFlow's own start-up lines of ev
 _typed("dry_run", is_flag=True, help="Print the command line for a shell and start nothing.")
 _typed("explain", is_flag=True, help="Print every setting and the reason for it, on stderr.")
 
-OF_HOROVOD = tuple(
-    OPTIONS[name] for name in ("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
-)
+OF_HOROVOD = tuple(OPTIONS[name] for name in OVERRIDES)
 """Horovod's settings for speed."""
 
 

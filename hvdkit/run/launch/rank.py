@@ -26,7 +26,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 HEADER = struct.Struct("!cI")
@@ -494,9 +494,13 @@ def _open_report_pipe() -> tuple[int, int]:
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     os.environ["HVDKIT_STACKS"] = f"{writer}:{os.fstat(writer).st_ino}:{int(_STACKS_SIGNAL)}"
-    paths = [str(STACKS_DIRECTORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = with_stacks(os.environ)
     return reader, writer
+
+
+def with_stacks(environ: Mapping[str, str]) -> str:
+    """PYTHONPATH with the directory of our ``sitecustomize`` in front."""
+    return os.pathsep.join([str(STACKS_DIRECTORY), *filter(None, [environ.get("PYTHONPATH")])])
 
 
 def adopt_orphans(adopt: bool) -> None:

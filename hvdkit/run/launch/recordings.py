@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +18,14 @@ from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Setting
-from hvdkit.run.launch.options import Request
-from hvdkit.run.launch.rank import STACKS_DIRECTORY
+from hvdkit.run.launch.options import TORCH_STEPS, Request
+from hvdkit.run.launch.rank import with_stacks
 from hvdkit.steps import step_times
 from hvdkit.steps.device import threads_asked
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer of MPI reads."""
 MPI_PROFILES = "mpi_profile.*.json"
-TORCH_STEPS = (10, 2, 5)
-"""Steps that are left out, traced and thrown away, recorded: as ``hvdkit.torch.profile`` has them."""
 _STEPS, _STEP_FILES = "steps", "rank-*.jsonl"
 
 
@@ -85,7 +82,7 @@ def settings(request: Request, environ: Mapping[str, str]) -> list[Setting]:
     """
     found = []
     given = {**environ, **request.variables}
-    ours = {"PYTHONPATH": os.pathsep.join([str(STACKS_DIRECTORY), *filter(None, [given.get("PYTHONPATH")])])}
+    ours = {"PYTHONPATH": with_stacks(given)}
     if request.torch_profile is not None:
         steps = ",".join(map(str, request.torch_profile_steps or TORCH_STEPS))
         variables = {torch_profile.VARIABLE: f"{steps}:{request.torch_profile}", **ours}

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.run.launch.tracebacks import LineBuffer
+from hvdkit.steps.ranks import name_ranks
 
 DUMP_S = 1.5
 """Seconds that the ranks have to hand in their stacks."""
@@ -53,7 +54,9 @@ class Stall:
         ranks_of: dict[tuple[str, ...], list[int]] = {}
         for rank, tensors in sorted(self.missing.items()):
             ranks_of.setdefault(tensors, []).append(rank)
-        return ", ".join(f"{_ranks(ranks)} did not arrive at {_tensors(names)}" for names, ranks in ranks_of.items())
+        return ", ".join(
+            f"{name_ranks(ranks)} did not arrive at {_tensors(names)}" for names, ranks in ranks_of.items()
+        )
 
     def of(self, rank: int) -> str:
         """What one rank does, as a sentence's end: ``rank 1 did not arrive at allreduce 'metrics'``."""
@@ -134,12 +137,6 @@ def write_stacks(directory: Path, stall: Stall, stacks: Mapping[int, bytes]) -> 
     except OSError as error:
         return f"the stacks cannot be written to {directory} ({error.strerror})"
     return f"the Python stacks of every rank are in {directory}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _tensors(names: tuple[str, ...]) -> str:

@@ -76,7 +76,7 @@ def _word(value: bool | int | float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(int(value))
 
 
-OPTIONS = ("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
+OVERRIDES = ("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
 """The options of ``hvdkit launch`` that win over a tuned file."""
 
 
@@ -103,7 +103,7 @@ def choose(
         cache_capacity=cache_capacity,
         hierarchical_allreduce=hierarchical_allreduce,
     )
-    names = dict(zip(_VARIABLES, OPTIONS, strict=False))
+    names = dict(zip(_VARIABLES, OVERRIDES, strict=False))
     by_variable = {name: f"--{names[name].replace('_', '-')}" for name in options.variables()}
     found, source = (Tuned(), "") if path is None else read(path)
     given = {name: value for name, value in structs.asdict(options).items() if value is not None}

@@ -137,9 +137,10 @@ def when(loss: Floats) -> When:
     Args:
         loss: (steps,), >= 0.
     """
-    count, mean = len(loss), float(loss.mean())
-    if mean <= 0:
+    count = len(loss)
+    if not loss.any():
         return When("steady", count, count, 0.0)
+    mean = float(loss.mean())
     until = int(np.searchsorted(np.cumsum(loss), 0.95 * loss.sum())) + 1
     early = loss[:until]
     if until <= _ENDS_EARLY * count and np.median(early) >= STEADY * early.mean() and until >= 10:

@@ -102,7 +102,7 @@ class Monitor(ABC):
         self._sinks: RootSinks | None = None
         self._thread: MonitorThread | None = None
         self._open = self._iterating = self._by_steps = self._closed = False
-        self._asked = self._given = self._wait_before = 0.0
+        self._asked = self._given = 0.0
         self._waits: float | None = None
         self.step, self.epoch = step or 0, 0
         self._name = _name()
@@ -119,7 +119,7 @@ class Monitor(ABC):
         if self._sinks is None or not world.is_root:
             self._sinks = self._new_sinks() if world.is_root else None
         self._world, self._thread = world, None
-        self._window = Window(time.perf_counter())
+        self._window, self._wait_before = Window(time.perf_counter()), 0.0
         self._open = False
 
     @property

@@ -189,7 +189,7 @@ class Scores:
         if cause == "random-late":
             every = max(1, round(1 / means["stalls"]))
             each = _ms(means["gap"] * every)
-            text = f"{who} {'are' if several else 'is'} late in about every {every}th step, {each} each"
+            text = f"{who} {'are' if several else 'is'} late in about one step of {every}, {each} each"
         else:
             longer = means[cause] if cause in ("input", "compute") else means["gap"]
             doing = DOING[cause][several]

@@ -44,11 +44,12 @@ def look_at_weights(model: Any, sample: Callable[[Any], bytes]) -> None:
     A list or dict of models is not looked at: it cannot be referred to weakly.
     """
     if hasattr(model, "__weakref__"):
-        _models[id(model)] = ref(model), sample
+        key = id(model)
+        _models[key] = ref(model, lambda _: _models.pop(key, None)), sample
 
 
 def _weights() -> list[bytes]:
-    living = [(held(), sample) for held, sample in _models.values()]
+    living = [(held(), sample) for held, sample in list(_models.values())]
     return [sample(model) for model, sample in living if model is not None]
 
 

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
@@ -110,7 +111,10 @@ class Recorder:
         if last[0] == name and at - last[3] < _APART_S:
             more = max(0.0, at + seconds - max(at, last[3]))
             self._events[-1] = name, last[1], last[2] + more, last[3] + more if at < last[3] else at + seconds
-        elif len(self._events) < _MOST_EVENTS:
+            return
+        if last[0] and last[2] < _LEAST_EVENT_S:  # it was not merged into a longer one: room for what is worth it
+            self._events.pop()
+        if len(self._events) < _MOST_EVENTS:
             self._events.append((name, at, seconds, at + seconds))
 
     def evaluating(self, model: object, *, begins: bool) -> None:
@@ -410,6 +414,7 @@ class Processor:
         self._clock: int | None = None
         try:
             self._queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._queue).atexit = False  # a monitor asks until the process ends
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
             self.spent()
         except (OSError, ValueError, AttributeError):  # no Linux, or one that does not say it

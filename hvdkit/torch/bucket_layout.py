@@ -53,8 +53,8 @@ class BucketLayout:
             group_of = {id(one): number for number, group in enumerate(groups) for one in group}
             kinds: dict[Any, list[tuple[str, Parameter]]] = {}
             for name, parameter in named:
-                multi_optimizer = group_of.get(id(parameter), name)
-                kinds.setdefault((multi_optimizer, parameter.dtype, parameter.device), []).append((name, parameter))
+                group = group_of.get(id(parameter), name)
+                kinds.setdefault((group, parameter.dtype, parameter.device), []).append((name, parameter))
             return kinds.values()
         limit = 1e6 * self.bucket_mb
         if groups is not None:

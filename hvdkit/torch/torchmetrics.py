@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +28,7 @@ class _Finder(MetaPathFinder):
         if name != _MODULE:
             return None
         sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
+        spec = next(filter(None, (one.find_spec(name, path, target) for one in sys.meta_path)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

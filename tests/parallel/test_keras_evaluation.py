@@ -64,6 +64,23 @@ def test_sharded_data_are_evaluated_and_predicted_as_in_one_process(hk, world, e
         assert len(least[0]) == min(6, samples)
 
 
+@on_ranks(*KERAS, n=3)
+def test_predictions_that_are_no_rows_are_an_error_on_every_rank(hk, world):
+    """Also on the rank that has no sample, and so too few of nothing: it must not wait for the others."""
+    import keras
+
+    from hvdkit.errors import HvdkitError
+
+    class Halves(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x[:1]
+
+    model = Halves()
+    data = hk.shard(np.ones((5, 4), np.float32), world, 4, remainder="exact")
+    with pytest.raises(HvdkitError, match="one row for each of this rank's 4 samples"):
+        model.predict(data, verbose=0)
+
+
 @on_ranks(*KERAS, n=2)
 def test_a_stream_is_evaluated_and_predicted_as_in_one_process(hk, world, monkeypatch):
     """In the stream's own order, maps included; a look moves nothing; and files have no order to predict in."""

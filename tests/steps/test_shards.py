@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit import CheckpointError, InvalidArgumentError, Topology
+from hvdkit.steps import passes
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.shards import Position, Shard, stream_weights
 
@@ -207,3 +208,17 @@ def test_a_position_is_kept_as_plain_values_and_belongs_to_its_data():
     for bad in ({**state, "epoch": -1}, {**state, "position": "x"}, {"n_samples": 100, "seed": 1}):
         with pytest.raises(CheckpointError, match="position in the data is none"):
             Position.of(bad, share)
+
+
+def test_a_model_that_is_gone_is_looked_at_no_more():
+    class Model:
+        pass
+
+    kept, gone = Model(), [Model() for _ in range(9)]
+    before = len(passes._models)
+    for model in (kept, *gone):
+        passes.look_at_weights(model, lambda _: b"weights")
+    assert len(passes._models) == before + 10
+    del model
+    gone.clear()
+    assert len(passes._models) == before + 1

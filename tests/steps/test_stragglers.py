@@ -90,7 +90,7 @@ def test_a_rank_that_becomes_slow_is_reported_once_within_three_windows(size, ca
         ({"input": (1, 0.02)}, "input", "waits for its input: "),
         ({"input": (1, 0.02), "unread": True}, "late", "comes late, by its input or computation: "),
         ({"compute": (1, 0.02), "unread": True}, "compute", "computes"),
-        ({"stalls": (1, 25, 0.5)}, "random-late", "is late in about every 25th step, "),
+        ({"stalls": (1, 25, 0.5)}, "random-late", "is late in about one step of 25, "),
     ],
 )
 def test_a_report_names_the_cause_that_was_measured_and_no_other(injected, cause, says):

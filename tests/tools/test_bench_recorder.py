@@ -188,6 +188,30 @@ def test_garbage_collection_that_takes_a_while_is_written(directory):
     assert any(one.name == "gc" and one.seconds >= 5e-4 and one.at >= times.steps[0].asked for one in times.events)
 
 
+def test_many_short_collections_leave_room_for_what_takes_long(tmp_path):
+    recorder = step_times.Recorder(tmp_path, 0)
+    for number in range(5000):
+        recorder.event("gc", 100.0 + number, 1e-5)
+    recorder.event("saving", 6000.0, 2.0)
+    list(step_times.RecordedSteps([1], recorder))
+    (times,) = step_files.read(tmp_path)
+    assert [(one.name, one.seconds) for one in times.events] == [("saving", 2.0)]
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not say it")
+def test_a_recorder_of_the_processor_leaves_no_open_file():
+    step_times.Processor()
+    before = open_files()
+    kept = [step_times.Processor() for _ in range(20)]
+    assert open_files() == before + 20
+    del kept
+    assert open_files() == before
+
+
 def test_many_steps_are_written_before_the_end(clock, directory):
     steps = iter(step_times.record_steps(range(1000)))
     for _ in range(600):

@@ -51,6 +51,11 @@ def test_ranks_are_blamed_by_their_own_excess_and_not_by_how_often_they_are_last
     assert lateness.to_blame(dict(enumerate(costs.tolist()))) == blamed
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_where_nothing_is_lost_it_is_in_no_step(steps: int) -> None:
+    assert lateness.when(np.zeros(steps)) == lateness.When("steady", steps, steps, 0.0)
+
+
 def test_a_rank_that_is_nearly_as_late_as_the_last_one_is_blamed_too() -> None:
     own = np.array([1.0, 2.0, 1.8, 1.0])[:, None] + np.zeros(50)
     assert lateness.to_blame(dict(enumerate(lateness.costs(own).tolist()))) == (1, 2)

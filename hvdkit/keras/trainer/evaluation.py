@@ -144,11 +144,13 @@ def predicting(plain: Callable[..., Any]) -> Callable[..., Any]:
         if state.world().size == 1:
             return mine
         leaves = [one[:0] if samples == 0 else one for one in keras.tree.flatten(mine)]
+        wrong = None
         if samples is not None and any(len(one) != samples for one in leaves):
-            raise InvalidArgumentError(
+            wrong = InvalidArgumentError(
                 f"predict needs one row for each of this rank's {samples} samples, got {[len(one) for one in leaves]}; "
                 "call predict(data.evaluation()) for what predict_step makes of this rank's batches."
             )
+        TRANSPORT.raise_together(wrong)  # a rank without a sample has none too few
         return keras.tree.pack_sequence_as(mine, [_in_order(one, data.share.batch_size) for one in leaves])
 
     return predict

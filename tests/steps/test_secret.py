@@ -118,10 +118,16 @@ def test_hvdkit_launch_gives_each_job_a_secret_of_its_own_and_leaves_that_of_the
     def shared(**given):
         plan = LaunchPlan(1, "mpirun", (sys.executable, "-c", show), (), {}, {**os.environ, **given}, "RANK")
         assert supervise.run(plan).status == 0
-        return capfd.readouterr().err.split()[-1]
+        shown = capfd.readouterr().err
+        said = shown.split()[-1]
+        assert shown.count("cmdline") == 2 and shown.count(said) == 1, "it is in no argv, which everyone may read"
+        return said
 
     monkeypatch.delenv(secret.VARIABLE, raising=False)
-    show = f"import os; print(os.environ[{secret.VARIABLE!r}])"
+    show = f"""import os
+for process in ("self", os.getppid()):
+    print("cmdline", open(f"/proc/{{process}}/cmdline").read().replace("cmdline", ""))
+print(os.environ[{secret.VARIABLE!r}])"""
     new = [shared(), shared(**{secret.VARIABLE: ""})]
     assert len(set(new)) == 2 and {len(one) for one in new} == {64}
     assert shared(**{secret.VARIABLE: GIVEN}) == GIVEN

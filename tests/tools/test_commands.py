@@ -1,5 +1,6 @@
 """Options that several commands share are read alike: what is wrong is said in a sentence, with status 2."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -308,7 +309,18 @@ def test_help_has_the_four_groups_and_each_command_stands_on_its_floor(capsys):
         assert {module.split(".")[1] for module, _ in table.values()} == {floor}
 
 
-def test_a_command_that_moved_says_where(monkeypatch, capsys):
-    monkeypatch.setattr(type(cli.hvdkit_command), "moved", {"gone": "hvdkit doctor --job"})
-    assert cli.run(["gone", "--json"]) == 2
-    assert capsys.readouterr().err == "hvdkit: 'hvdkit gone' is 'hvdkit doctor --job' now (see 'hvdkit --help').\n"
+def test_a_command_that_moved_says_where_and_that_is_there(capsys):
+    top = click.Context(cli.hvdkit_command)
+    commands_of_top = {(name,): cli.hvdkit_command.get_command(top, name) for name in cli.COMMANDS}
+    groups = {words: one for words, one in {(): cli.hvdkit_command, **commands_of_top}.items() if hasattr(one, "moved")}
+    gone = {(*words, old): now for words, group in groups.items() for old, now in group.moved.items()}
+    assert gone[("predict",)] == "hvdkit plan scale" and gone[("emulate", "plan")] == "hvdkit emulate sizes"
+    assert {words[0] for words in gone if len(words) > 1} == {"timeline", "trace", "mpi-profile", "emulate", "bench"}
+    for words, now in gone.items():
+        typed, group = " ".join(["hvdkit", *words]), " ".join(["hvdkit", *words[:-1]])
+        assert cli.run([*words, "--json"]) == 2
+        assert capsys.readouterr().err == f"hvdkit: '{typed}' is '{now}' now (see '{group} --help').\n"
+        name, *target = itertools.takewhile(lambda word: word.islower() and word[0] != "-", now.split())
+        if name == "hvdkit":  # else an address
+            assert cli.run([*target, "--help"]) == 0, now
+            assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['hvdkit', *target])} "), now

@@ -89,7 +89,8 @@ def test_a_log_that_comes_when_the_job_is_over_is_shown(programs, capsys, tmp_pa
     monkeypatch.setattr(submit.Path, "open", lambda *words, **more: files.append(opened(*words, **more)) or files[-1])
     code, out, err = run(capsys, "pbs", "--account", "me")
     assert (code, out) == (0, "part 3\npart 4\n"), err
-    assert all(file.closed for file in files if file.name == str(log))
+    read = [file for file in files if file.name == str(log)]
+    assert read and all(file.closed for file in read)
     log.unlink()
     monkeypatch.setattr(submit, "_LATE_S", 0)
     assert f"Its log, {log}, is not here." in run(capsys, "pbs", "--account", "me")[2]

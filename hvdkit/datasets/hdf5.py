@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.files import complete_or_absent
-from hvdkit.datasets.formats import one_line as _line
+from hvdkit.datasets.formats import one_line
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, HvdkitError, InvalidArgumentError, of_extra
 from hvdkit.steps.numbers import whole
 
@@ -218,7 +218,7 @@ def write_hdf5(
             for key, value in (attributes or {}).items():
                 file.attrs[key] = value
     except OSError as error:
-        raise DataError(f"cannot write {str(target)!r} ({_line(error)}); give a path that can be written.") from error
+        raise DataError(f"cannot write {str(target)!r} ({one_line(error)}); give a path to write to.") from error
 
 
 def _h5py() -> Any:
@@ -257,9 +257,9 @@ def _in_one_sentence(path: Path, name: str = "") -> Iterator[None]:
     except HvdkitError:
         raise
     except PermissionError as error:
-        raise DataError(f"{what} cannot be read ({_line(error)}); check its permissions.") from error
+        raise DataError(f"{what} cannot be read ({one_line(error)}); check its permissions.") from error
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, MemoryError) as error:
-        raise CorruptDataError(f"{what} cannot be read ({_line(error)}); check the file, or write it again.") from error
+        raise CorruptDataError(f"{what} cannot be read ({one_line(error)}); check it, or write it again.") from error
 
 
 def _array_in(file: Any, name: str, path: Path) -> Any:

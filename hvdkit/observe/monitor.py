@@ -28,6 +28,7 @@ from hvdkit.observe.root_sinks import RootSinks, checked_command, checked_tracke
 from hvdkit.observe.stragglers import Report
 from hvdkit.observe.windows import MOST_LOGS, Window, samples_of
 from hvdkit.steps import step_times
+from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
@@ -355,8 +356,7 @@ def _name() -> str:
     """
     names = (f"hvdkit.monitor.{number}" for number in itertools.count())
     taken = {one._name for one in step_times.MONITORS}
-    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-    return next(name for name in names if name not in taken) if elastic else f"hvdkit.monitor.{next(_NUMBERS)}"
+    return next(name for name in names if name not in taken) if is_elastic() else f"hvdkit.monitor.{next(_NUMBERS)}"
 
 
 def begin_if_asked(kind: type[Monitor], world: Topology) -> None:

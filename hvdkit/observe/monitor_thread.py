@@ -6,7 +6,6 @@ Every rank has the same table then, and finds the same in it (``stragglers``).
 from __future__ import annotations
 
 import math
-import os
 import queue
 import socket
 import threading
@@ -16,15 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvdkit.observe.lateness import Floats, lower_median
 from hvdkit.observe.root_sinks import RootSinks
 from hvdkit.observe.stragglers import Report, Scores, summary
 from hvdkit.observe.windows import FACTS, WORDS, BadGradients, Window, number_of, row_of
-
-Words = npt.NDArray[np.int64]
-_HOST_BYTES = 8 * WORDS
+from hvdkit.steps.collectives import Words, text_of, words_of
+from hvdkit.steps.launchers import is_elastic
 
 
 class MonitorThread(threading.Thread):
@@ -103,8 +100,7 @@ class MonitorThread(threading.Thread):
             self._listen()
         except Exception as error:  # a training goes on without
             if not self._ends:
-                elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-                said = "rests until the ranks have met again" if elastic else "has ended"
+                said = "rests until the ranks have met again" if is_elastic() else "has ended"
                 warnings.warn(f"the monitor {said}: {type(error).__name__}: {error}", stacklevel=1)
         finally:
             with self._progress:
@@ -127,9 +123,7 @@ class MonitorThread(threading.Thread):
         return self._gather(words) if self._size > 1 else words[None]
 
     def _hosts(self) -> list[str]:
-        padded = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-        table = self._everyone(np.frombuffer(padded, dtype=np.int64).copy())
-        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
+        return [text_of(row) for row in self._everyone(words_of(socket.gethostname(), WORDS))]
 
     def _note(self, window: Window, scores: Scores) -> list[Report]:
         """Exchange a window's facts with all ranks; what is wrong by them. The root also writes and reports."""

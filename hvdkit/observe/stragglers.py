@@ -128,7 +128,8 @@ class Scores:
         first = min(at.values())
         ranks = sorted(rank for rank, seen in at.items() if seen == first)
         who = ranks[0] if len(ranks) == 1 else None
-        text = f"{_who(ranks, len(self._hosts))}: {what} is not finite in step {first}."
+        whose = "All ranks" if len(ranks) == len(self._hosts) > 1 else name_ranks(ranks).capitalize()
+        text = f"{whose}: {what} is not finite in step {first}."
         return [Report(step, "health", who, "nonfinite", first, 0.0, text)]
 
     # Ranks that are slower than the others ---------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class Scores:
         past = own[ranks] / self._past[ranks]
         how = f" ({np.median(past):.3g} times its own past)" if np.isfinite(past).all() else ""
         if of_host:
-            who, rank = f"Host {self._hosts[ranks[0]]} ({_who(ranks, 0).lower()})", None
+            who, rank = f"Host {self._hosts[ranks[0]]} ({name_ranks(ranks)})", None
         elif len(ranks) > 1:
             who, rank = named(ranks, len(self._hosts)), None
         else:
@@ -316,10 +317,6 @@ def own_work(ranks: Mapping[str, Floats]) -> Floats:
 
 def _typical(values: list[float]) -> float:
     return float(np.median(values)) if values else 0.0
-
-
-def _who(ranks: list[int], size: int) -> str:
-    return "All ranks" if len(ranks) == size > 1 else name_ranks(ranks).capitalize()
 
 
 def _ms(seconds: float) -> str:

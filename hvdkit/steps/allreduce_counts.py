@@ -26,19 +26,18 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvdkit.errors import AgreementError
+from hvdkit.steps.collectives import Words, text_of, words_of
+from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.ranks import name_ranks
-
-Words = npt.NDArray[np.int64]
 
 _PERIOD_S, _LEAVE_S = 1.0, 4.0
 _QUIET, _LONG_QUIET = 3, 7
 """Tables without a change after which ranks that wait will wait forever: by their numbers, by their lines."""
 _RUNS, _WAITS, _AVERAGES, _LEAVES = range(4)
 """What a rank's first thread does: anything else, waits in Horovod, waits there for gradients, leaves the watch."""
-_PLACE_BYTES = 120
+_PLACE_WORDS = 15
 _SHOWN = 8
 """Ranks at the most in a sentence."""
 _OWN = str(Path(__file__).parents[1])
@@ -69,7 +68,7 @@ class AllreduceCounts:
             horovod: Horovod's module for the framework, which has been started.
             gather: every rank's words, int64 (size, n), in a second thread; a collective of that name.
         """
-        elsewhere = os.environ.get("HOROVOD_ELASTIC") == "1" or os.environ.get("HOROVOD_TIMELINE")
+        elsewhere = is_elastic() or os.environ.get("HOROVOD_TIMELINE")
         if horovod.size() < 2 or elsewhere or self._is_watching():
             return
         self._rank, self._made, self._rows, self._leaves = horovod.rank(), 0, list[_Row](), False
@@ -151,7 +150,7 @@ class AllreduceCounts:
         begun, ended = self._in_graphs()
         made = self._made + begun
         if self._leaves:
-            return np.array([made, _LEAVES, *np.zeros(_PLACE_BYTES // 8, np.int64)])
+            return np.array([made, _LEAVES, *words_of("", _PLACE_WORDS)])
         state = _AVERAGES if self._averaging or begun > ended else _RUNS
         place, frame = "", sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None and not place:
@@ -163,8 +162,7 @@ class AllreduceCounts:
             elif not _is_library(frame):
                 place = f"{Path(file).name}, line {frame.f_lineno}"
             frame = frame.f_back
-        text = place.encode()[:_PLACE_BYTES].ljust(_PLACE_BYTES, b"\0") if state else bytes(_PLACE_BYTES)
-        return np.array([made, state, *np.frombuffer(text, np.int64)])
+        return np.array([made, state, *words_of(place if state else "", _PLACE_WORDS)])
 
     def _has_one_process_set(self) -> bool:
         """Ranks of several process sets may rightly differ, and wait in collectives that others have no part in."""
@@ -174,6 +172,8 @@ class AllreduceCounts:
 
     def _explain(self, rows: list[_Row]) -> None:
         """Have an error that ends this process, and that is of Horovod's end, say why that ended."""
+        from horovod.common.exceptions import HorovodInternalError
+
         plain = sys.excepthook
 
         def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -187,8 +187,6 @@ class AllreduceCounts:
                     error = HorovodInternalError(_sentence([*short, _Row(self._rank, np.array([made, _AVERAGES]))]))
             plain(type(error), error, trace)
 
-        from horovod.common.exceptions import HorovodInternalError
-
         sys.excepthook = explain
 
 
@@ -197,7 +195,7 @@ class _Row:
 
     def __init__(self, rank: int, words: Words) -> None:
         self.rank, self.made, self.state = rank, int(words[0]), int(words[1])
-        self.place = words[2:].tobytes().rstrip(b"\0").decode(errors="replace")
+        self.place = text_of(words[2:])
 
     @property
     def doing(self) -> str:

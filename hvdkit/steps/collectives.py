@@ -21,6 +21,16 @@ ASIDE_S = 0.01
 """Pause between two looks for what other ranks say aside."""
 
 
+def words_of(text: str, count: int) -> Words:
+    """A text, cut after 8 * ``count`` bytes, as int64 (count,): what takes as much room on every rank."""
+    return np.frombuffer(bytearray(text.encode()[: 8 * count].ljust(8 * count, b"\0")), np.int64)
+
+
+def text_of(words: Words) -> str:
+    """The text of ``words_of``, without a character that was cut."""
+    return words.tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
 class Collectives(ABC):
     """Between all ranks. All methods but ``rank`` and ``size`` are collectives; a name tells calls apart in records."""
 
@@ -73,9 +83,13 @@ class Collectives(ABC):
 
     def raise_together(self, failure: Exception | None) -> None:
         """Raise this rank's failure, or on the other ranks an AgreementError that tells of it."""
-        mine = bytearray(b"\0" if failure is None else f"\1{failure}".encode())  # never empty
-        everyone = [row.tobytes() for row in self.gather(np.frombuffer(mine, np.uint8), "hvdkit.together")]
-        stop_together([None if text == b"\0" else text[1:].decode() for text in everyone], failure)
+        everyone = self.gather_texts("\0" if failure is None else f"\1{failure}", "hvdkit.together")  # never empty
+        stop_together([None if text == "\0" else text[1:] for text in everyone], failure)
+
+    def gather_texts(self, text: str, name: str) -> list[str]:
+        """Every rank's ``text``, which is not empty, in rank order."""
+        rows = self.gather(np.frombuffer(bytearray(text.encode()), np.uint8), name)
+        return [row.tobytes().decode() for row in rows]
 
     def broadcast_arrays(self, arrays: Sequence[npt.NDArray[Any]], root: int) -> list[npt.NDArray[Any]]:
         """The root's values of arrays that have the same shapes and types on all ranks, sent as bytes: exact."""

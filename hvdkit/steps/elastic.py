@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,7 @@ import numpy as np
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import learning_rate, passes, starting, step_times
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
 
@@ -95,7 +95,7 @@ class ElasticBase(ABC):
 
     def _run(self, train: Callable[[Any], Result]) -> Result:
         """The inside of an adapter's ``run_elastic``."""
-        if os.environ.get("HOROVOD_ELASTIC") != "1":
+        if not is_elastic():
             self.sync()
             return train(self)
         from horovod.common.elastic import run_fn

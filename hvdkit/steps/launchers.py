@@ -57,6 +57,11 @@ class Launched:
     local_size: int | None
 
 
+def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Horovod Elastic started this process: ranks may come and go, and have other numbers then."""
+    return environ.get("HOROVOD_ELASTIC") == "1"
+
+
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from hvdkit.errors import AgreementError
 from hvdkit.steps.agreement import agree, digest
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.topology import Topology
 
 MAKE_ALIKE = (
@@ -101,7 +102,7 @@ def require_same_data(ranks: Collectives, world: Topology, dataset: Any, fix: st
         dataset: a data set, a sampler, or a tuple of arrays.
         fix: how to make it the same.
     """
-    if world.size == 1 or os.environ.get("HOROVOD_ELASTIC") == "1" or ranks.size() != world.size:
+    if world.size == 1 or is_elastic() or ranks.size() != world.size:
         return
     columns: dict[int, Any] = ranks.together(lambda: {_checksum(one[0].name): one for one in _held(dataset)})
     mine = [(name, digest(digests)) for name, (_, digests) in columns.items()]
@@ -123,7 +124,7 @@ def fingerprint(sample: Any) -> int:
 
 def _compare(ranks: Collectives, column: Column, digests: Any, fix: str) -> None:
     """Raise for the first entry that differs, unless it is only rounded differently."""
-    kinds = _of_all(ranks, column.kind)
+    kinds = ranks.gather_texts(column.kind, "hvdkit.shard")
     if len(set(kinds)) > 1:
         _raise_different(column.name, kinds, fix)
     first, end = 0, len(column.positions)
@@ -139,17 +140,10 @@ def _compare(ranks: Collectives, column: Column, digests: Any, fix: str) -> None
         if ranks.largest_difference(numbers) <= _CLOSE * np.concatenate(sizes).view(np.float64).max():
             return
     position = column.positions[first]
-    shown = _of_all(ranks, _shown(column.entry(position)))
+    shown = ranks.gather_texts(_shown(column.entry(position)), "hvdkit.shard")
     if len(set(shown)) == 1:  # they differ behind what is shown
-        shown = _of_all(ranks, f"{shown[0]} (checksum {digests[first]})")
+        shown = ranks.gather_texts(f"{shown[0]} (checksum {digests[first]})", "hvdkit.shard")
     _raise_different(f"{column.name}[{position}]", shown, fix)
-
-
-def _of_all(ranks: Collectives, text: str) -> list[str]:
-    return [
-        row.tobytes().decode()
-        for row in ranks.gather(np.frombuffer(bytearray(text.encode()), np.uint8), "hvdkit.shard")
-    ]
 
 
 def _raise_different(what: str, shown: list[str], fix: str) -> NoReturn:

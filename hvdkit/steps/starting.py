@@ -46,7 +46,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         if world.size == 1:
             say_alone()
         return world
-    if environ.get("HOROVOD_ELASTIC") == "1":  # the ranks may have changed since this process was started
+    if launchers.is_elastic(environ):  # the ranks may have changed since this process was started
         return world
     library = (loaded_mpi() or "MPI") if horovod.mpi_enabled() else "Gloo"
     return _confirm(world, launched.rank, launched.size, launched.launcher, library)

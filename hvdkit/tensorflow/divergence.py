@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import tensorflow as tf
 
 from hvdkit.steps import agreement, divergence
 from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.steps.launchers import is_elastic
 from hvdkit.tensorflow.variables import canonical_name, native
 
 _FIRST = 8
@@ -142,7 +142,7 @@ def look(variables: Iterable[Any], process_set: Any, exchanged: Callable[[], Seq
     """
     sources = [native(one) for one in variables]
     graph = not tf.executing_eagerly()
-    grows = graph and os.environ.get("HOROVOD_ELASTIC") == "1"
+    grows = graph and is_elastic()
     if not sources or not process_set.included() or (process_set.size() < 2 and not grows):
         return None
     counter = _counter(sources[0], len(sources), process_set)

@@ -14,13 +14,13 @@ from hvdkit.steps import torch_tensors
 from hvdkit.steps.untrained import Seen, UntrainedState
 from hvdkit.torch.backward import eagerly
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
+from hvdkit.torch.copies import PLAIN
 from hvdkit.torch.nested import flattened
 from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, plain_name, require_torch
 
 _STATES: weakref.WeakKeyDictionary[torch.nn.Module, UntrainedState] = weakref.WeakKeyDictionary()
 _EACH_STEP: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 _OBSERVERS = ("torch.ao.quantization", "torchao.quantization")
-_PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
 
 
 def own_buffers(model: torch.nn.Module) -> set[str]:
@@ -75,7 +75,7 @@ def look(model: torch.nn.Module | None) -> Seen:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-    return dense and (type(tensor) in _PLAIN) and not torch.nn.parameter.is_lazy(tensor)
+    return dense and type(tensor) in PLAIN and not torch.nn.parameter.is_lazy(tensor)
 
 
 def _value(tensor: torch.Tensor) -> Any:

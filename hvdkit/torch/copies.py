@@ -13,7 +13,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 _LOOKED_AT = 16
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors without behaviour of their own; ``torch.nn.Buffer`` makes a ``torch.Tensor``."""
 SampledValues = tuple[torch.Size, torch.dtype, tuple[Any, ...]]
 
 
@@ -43,7 +44,7 @@ class Copies:
         for one in objects:
             if id(one) in unused:
                 continue
-            if type(one) in _PLAIN and (one.numel(), one.dtype) in kinds and (held := sample_values(one)) in replaced:
+            if type(one) in PLAIN and (one.numel(), one.dtype) in kinds and (held := sample_values(one)) in replaced:
                 self._found.append((replaced[held], weakref.ref(one), held))
 
     def tell(self) -> None:
@@ -64,7 +65,7 @@ class Copies:
 @torch.no_grad()
 def sample_values(tensor: torch.Tensor) -> SampledValues | None:
     """Some of a tensor's numbers, which tell it from others of its kind; None where all are equal or none is there."""
-    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.device.type == "meta":
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.device.type == "meta":
         return None
     numbers: tuple[Any, ...] = ()
     with contextlib.suppress(RuntimeError):  # any tensor of the process may be asked: nested, freed, of an ended vmap

@@ -7,7 +7,6 @@ all ranks have told each other, where they meet anyway, that they have made as m
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.steps.launchers import is_elastic
 
 
 class ReachedExchange(Protocol):
@@ -104,7 +104,7 @@ def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
     for identity, process_set in sorted(sets.items()):
         told = _TOLD.get(identity, 0)
         # Ranks that came later (Horovod Elastic) have made others.
-        if told < 2 or os.environ.get("HOROVOD_ELASTIC") == "1":
+        if told < 2 or is_elastic():
             continue
         words[identity] = torch.zeros(told)
         for one in reached:

@@ -69,7 +69,7 @@ class Training:
     def train(self, loader: Any, epochs: int, *, equal_weights: bool = False) -> None:
         data = EqualWeights(loader._arrays, loader.share) if equal_weights else loader
         # hvdkit's own fit refuses the mistakes: an optimizer that does not average, and weights that differ.
-        fit = keras.Model.fit._hvdkit_plain if equal_weights or self._mistaken else keras.Model.fit
+        fit = keras.Model.fit.__wrapped__ if equal_weights or self._mistaken else keras.Model.fit
         data.in_fit = fit is not keras.Model.fit  # which hvdkit's own says to the loader
         fit(self.model, data, epochs=epochs, shuffle=False, verbose=0, callbacks=self._callbacks)
 

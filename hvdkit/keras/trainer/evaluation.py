@@ -16,7 +16,7 @@ from hvdkit.keras.data import SHARDED, Evaluation, ShardedData, as_arrays
 from hvdkit.keras.trainer import additive
 from hvdkit.keras.trainer.metrics import States
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import agreement, metrics
+from hvdkit.steps import metrics
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
@@ -160,10 +160,7 @@ def _in_order(mine: Any, batch_size: int) -> Any:
     """The rows of all ranks, whose batches were dealt out one by one."""
     is_array = isinstance(mine, np.ndarray)  # else TensorFlow's ragged rows
     row = f"{mine.shape[1:]} {mine.dtype}" if is_array else type(mine).__name__
-    kinds = TRANSPORT.gather(
-        np.array([[agreement.digest(np.frombuffer(row.encode(), np.uint8))]]), "hvdkit.predict.rows"
-    )
-    if not is_array or len({int(one[0, 0]) for one in kinds}) > 1:
+    if len(set(TRANSPORT.gather_texts(row, "hvdkit.predict.rows"))) > 1 or not is_array:
         raise AgreementError(
             f"the predictions have several shapes, those of this rank {row}; pad them to one shape, or predict this "
             "rank's part alone: predict(data.evaluation())."

@@ -156,7 +156,6 @@ def replace(what: PatchPoint, make: Callable[[Callable[..., Any]], Callable[...,
     plain = getattr(holder, what.name)
     own = vars(holder).get(what.name)
     new: Any = functools.wraps(plain)(make(plain))
-    new._hvdkit_plain = plain
     setattr(holder, what.name, new)
     _replaced[what] = holder, new, own
 

@@ -14,13 +14,14 @@ import numpy as np
 
 from hvdkit.errors import AgreementError
 from hvdkit.keras.transport.interface import Transport
+from hvdkit.steps.collectives import text_of, words_of
 from hvdkit.steps.ranks import name_ranks
 
 _RUNS, _STOPPED, _LEFT, _DONE = range(4)
 _PERIOD_S = 1.0
 _QUIET = 4
 """Exchanges after which ranks that do not come on are taken to wait for one that has left."""
-_TEXT_BYTES, _TEXTS = 480, 3
+_TEXT_WORDS, _TEXTS = 60, 3
 
 _watching = threading.Lock()
 
@@ -117,9 +118,7 @@ class Watch:
             self._answered.set()
 
     def _part(self, states: list[int]) -> None:
-        padded = self._text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        everyone = self._exchange(np.frombuffer(padded, dtype=np.int64))
-        texts = [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in everyone]
+        texts = [text_of(row) for row in self._exchange(words_of(self._text, _TEXT_WORDS))]
         causes = [text for state, text in zip(states, texts, strict=True) if state in (_STOPPED, _LEFT)]
         shown = "; ".join(causes[:_TEXTS]) + ("; ..." if len(causes) > _TEXTS else "")
         others = [rank for rank, state in enumerate(states) if state == _RUNS]

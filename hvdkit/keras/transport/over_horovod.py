@@ -19,6 +19,7 @@ from hvdkit.steps import passes, starting, step_times, torch_tensors
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
+from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
@@ -46,7 +47,7 @@ class HorovodTransport(OverHorovod, Transport):
 
     def has_aside(self) -> bool:
         # Horovod Elastic has its own way to go on without a rank that fails.
-        return self.size() > 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
+        return self.size() > 1 and not is_elastic()
 
     def before_shutdown(self, action: Callable[[], None]) -> None:
         if hasattr(self.hvd.shutdown, "hvdkit_plain"):
@@ -246,7 +247,7 @@ class OverTorch(HorovodTransport):
 def is_alone(ranks: Ranks, size: int) -> bool:
     """Whether gradients are combined over this process only; in an elastic training that may change at any time."""
     if ranks is None:
-        return size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
+        return size == 1 and not is_elastic()
     return len(ranks) == 1
 
 

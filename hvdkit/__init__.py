@@ -1,6 +1,6 @@
 """The eight steps of data-parallel training with Horovod, and the tools around them.
 
-Training scripts import one adapter (``hvdkit.torch``, ``hvdkit.tensorflow`` or ``hvdkit.keras``); this
+Training scripts import one framework binding (``hvdkit.torch``, ``hvdkit.tensorflow`` or ``hvdkit.keras``); this
 module itself loads the standard library only.
 """
 

@@ -149,7 +149,7 @@ def distribute(
         op: "average" or "sum".
         compression: "none", or "fp16": float32 and float64 travel as float16 and are added up in their own type.
         backward_passes_per_step: calls whose gradients are added up on each rank before they are exchanged, >= 1; the
-            others return None. As in the other adapters they are summed: divide the loss by their number for a mean.
+            others return None. They are summed, as elsewhere in hvdkit: divide the loss by their number for a mean.
         comm: ranks to average over, an mpi4py communicator; default: all.
         progress: what moves started gradients on: "thread" (a second one of this process; "calls" where MPI has no
             MPI_THREAD_MULTIPLE) or "calls" (``Pending.done`` and ``wait`` alone, over MPI_Iallreduce).

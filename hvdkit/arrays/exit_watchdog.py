@@ -57,13 +57,13 @@ class ExitWatchdog:
 
     Args:
         comm: all ranks; the messages travel apart from others.
-        listens: whether a second thread may call MPI. Without it this rank says farewell, and hears none.
+        listens: whether a second thread may call MPI. Without it this rank tells of its end, and hears of none.
     """
 
     def __init__(self, comm: Any, listens: bool) -> None:
         self._comm, self._process = comm.Dup(), os.getpid()
         self._ends = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="hvdkit-farewell", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="hvdkit exit watchdog", daemon=True)
         if listens:
             self._listener.start()
         atexit.register(self._leave)

@@ -1,4 +1,4 @@
-"""Samples of ``tf.data`` as arrays, and an iterator that counts; below every adapter that takes ``tf.data.Dataset``."""
+"""Samples of ``tf.data`` as arrays, and an iterator that counts; for ``hvdkit.tensorflow`` and ``hvdkit.keras``."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def init() -> Topology:
     """
     world = state.start()
     guard.install()
-    if TRANSPORT.has_aside() and isinstance(TRANSPORT, OverHorovod):
+    if TRANSPORT.has_background() and isinstance(TRANSPORT, OverHorovod):
         COUNTS.begin(TRANSPORT.hvd, TRANSPORT.background_allgather)
     begin_if_asked(Monitor, world)
     return world

@@ -23,7 +23,7 @@ from hvdkit.steps.topology import Topology
 
 
 class Monitor(monitor.Monitor, Callback):
-    """A callback for ``fit``; in a loop of your own as in the other adapters (``with``, ``monitor(loader)``, ``log``).
+    """A callback for ``fit``; in a loop of your own as in PyTorch's (``with``, ``monitor(loader)``, ``log``).
 
     ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises. It logs what ``fit`` does; with
     ``steps_per_execution`` an execution is so many steps of equal length. Call ``close``, or use ``with``, where the
@@ -35,7 +35,7 @@ class Monitor(monitor.Monitor, Callback):
     ):
         Callback.__init__(self)
         monitor.Monitor.__init__(self, directory, world, every, *args, **options)
-        TRANSPORT.prepare_aside(self._name)
+        TRANSPORT.prepare_background(self._name)
         self._last_batch = -1
         if keras.backend.backend() == "tensorflow":
             private.replace(private.TF_ITERATOR, private.saying_when_batches_come)

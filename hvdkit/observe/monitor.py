@@ -128,7 +128,7 @@ class Monitor(ABC):
         """What was logged in the last window, means of all ranks."""
         return {} if self._thread is None else self._thread.logs
 
-    # What an adapter says in its framework's terms -------------------------------------------------------------------
+    # What a framework binding says in its framework's terms ----------------------------------------------------------
 
     @abstractmethod
     def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
@@ -197,7 +197,7 @@ class Monitor(ABC):
     def ready(self) -> None:
         """This rank's gradients are there, and it waits for the others."""
         if self._open:
-            self._window.said_ready = True
+            self._window.was_ready = True
             if self._waits is None:
                 self._waits = time.perf_counter()
 

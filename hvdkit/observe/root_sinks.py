@@ -35,12 +35,10 @@ class RootSinks:
         self._history = History(directory, importlib.metadata.version("hvdkit"))
         self._trackers: list[Any] = []
         for one in trackers:
-            _safely(self._take_on, one, directory)  # the root alone does: an error of its own would desert the others
+            # The root alone does: an error of its own would desert the others.
+            made = _safely(named_trackers.tracker, one, directory) if isinstance(one, str) else one
+            self._trackers += [] if made is None else [made]
         self._command = command
-
-    def _take_on(self, tracker: Any, directory: Path) -> None:
-        named = isinstance(tracker, str)
-        self._trackers.append(named_trackers.tracker(tracker, directory) if named else tracker)
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
@@ -129,9 +127,10 @@ def checked_trackers(given: Any, directory: Path | None) -> list[Any]:
     return list(given)
 
 
-def _safely(action: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """What only looks on ends no training."""
+def _safely(action: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What the action returns; None where it fails, for what only looks on ends no training."""
     try:
-        action(*arguments, **options)
+        return action(*arguments, **options)
     except Exception as error:
         warnings.warn(f"of the monitor: {type(error).__name__}: {error}", stacklevel=2)
+        return None

@@ -262,7 +262,7 @@ def keras_saving(module: ModuleType) -> None:
 
 @functools.cache
 def _recorder() -> Any:
-    """The recorder that hvdkit's adapters use, too; None where there can be none."""
+    """The recorder that hvdkit's framework bindings use, too; None where there can be none."""
     try:
         from hvdkit.errors import LauncherError
         from hvdkit.steps import step_times

@@ -40,7 +40,7 @@ class Window:
     step: float = 0.0
     input: float = 0.0
     wait: float = 0.0
-    said_ready: bool = False
+    was_ready: bool = False
     apart: bool = True
     seconds: float = 0.0
     last: int = 0
@@ -54,7 +54,7 @@ class Window:
 
 
 def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alone: bool) -> Floats:
-    """What a rank tells of a window, (32,): ``FACTS``, then the means of what was logged by name.
+    """What a rank tells of a window, (37,): ``FACTS``, then the means of what was logged by name.
 
     Args:
         bad: see ``BadGradients``.
@@ -70,7 +70,7 @@ def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alo
         bad_loss = min([bad_loss, *wrong]) if wrong and bad_loss == bad_loss else min(wrong, default=bad_loss)
         means.append(sum(weight * value for _, weight, value in values) / sum(weight for _, weight, _ in values))
     busy, wait = window.step - window.input, window.wait
-    known = window.said_ready or alone
+    known = window.was_ready or alone
     typical, stalls = stalls_of(window.own) if known else (math.nan, math.nan)
     row[: len(FACTS)] = (
         window.last, window.epoch, window.steps, window.seconds, window.samples,

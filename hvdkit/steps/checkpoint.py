@@ -4,8 +4,8 @@ A checkpoint is a directory ``step-0000000100`` below the one given. Its files a
 beside it, flushed to disk, listed with their size and SHA-256 in ``manifest.json``, and the whole is renamed in one
 step. A save of the newest step again, or of a lower one (a training that goes on from an older checkpoint, or that
 counts fewer steps on more ranks), begins a new generation, ``step-0000000100-r1``, which is newer than all before it.
-Which process may write is the caller's business; the adapters let only the root do it. Of several jobs only one
-may (``lock.py``).
+Which process may write is the caller's business; the framework bindings let only the root do it. Of several jobs only
+one may (``lock.py``).
 
 Source of the protocol: write, fsync, rename, fsync the directory: Pillai et al., OSDI 2014, section 2.
 """
@@ -176,25 +176,13 @@ class CheckpointDirectory:
             raise CheckpointError(f"no valid checkpoint in {self.directory}: {'; '.join(skipped)}")
         return None
 
-    def prune(self) -> list[Path]:
-        """Remove all but the newest ``keep`` and the best ``keep_best``, and what interrupted writes left.
+    def _prune(self) -> None:
+        """Remove all but the newest ``keep`` and the best ``keep_best``, and writes that were cut off.
 
         One that is not valid does not count and is left in place, for whoever wants to know, until ``keep`` newer ones
         that are valid exist. What goes is renamed first, so that no half-removed one is ever taken for complete. What
         cannot be removed is a warning, once.
-
-        Returns:
-            What was removed.
-        Raises:
-            CheckpointError: another job writes there.
         """
-        if not self.directory.is_dir():
-            return []
-        with self._lock.writing():
-            return self._prune()
-
-    def _prune(self) -> list[Path]:
-        """Remove what ``keep`` and ``keep_best`` do not hold, and writes that were cut off; the removed checkpoints."""
         own = f"{_TEMPORARY}{self._lock.token}-"
         best = list(itertools.islice(filter(self._is_valid, self._best_first()), self.keep_best))
         kept, old = 0, []
@@ -209,15 +197,12 @@ class CheckpointDirectory:
             if path.name.startswith(own) or self._lock.is_dead(path)
         ]
         self._lock.check()  # now: what is listed above, and what was just saved, is not another job's
-        removed = []
         for path in old:
             with self._complaining(path):
                 begun.append(path.rename(self.directory / f"{own}{path.name}"))
-                removed.append(path)
         for path in begun:
             with self._complaining(path):
                 shutil.rmtree(path)
-        return removed
 
     def _is_valid(self, path: Path) -> bool:
         """Whether all files are what they were; of one that this process wrote, whether they are there."""

@@ -1,4 +1,4 @@
-"""What an adapter asks of the other ranks about its state, with NumPy arrays: the same questions in every framework."""
+"""What a framework binding asks of the other ranks about its state, with NumPy arrays: the same in every framework."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hvdkit.steps.root import on_root, stop_together
 
 Words = npt.NDArray[np.int64]
 CHUNK = 64 * 2**20  # bytes in one broadcast
-ASIDE_S = 0.01
-"""Pause between two looks for what other ranks say aside."""
+BACKGROUND_POLL_S = 0.01
+"""Pause between two looks for what other ranks say in the background."""
 
 
 def words_of(text: str, count: int) -> Words:
@@ -198,7 +198,7 @@ class OverHorovod(Collectives):
         """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; over PyTorch."""
         handle = self.hvd.allgather_async(self._tensor(words[None].copy()), name=name)
         while not self.hvd.poll(handle):  # waiting in Horovod would take a core
-            time.sleep(ASIDE_S)
+            time.sleep(BACKGROUND_POLL_S)
         everyone: Words = self.hvd.synchronize(handle).numpy()
         return everyone
 

@@ -10,7 +10,7 @@ from hvdkit.errors import InvalidArgumentError, LauncherError
 
 
 def require_wish(kind: str, threads: int | None) -> None:
-    """Refuse what no adapter's ``pin_device`` can do.
+    """Refuse what no framework binding's ``pin_device`` can do.
 
     Raises:
         InvalidArgumentError: an unknown kind, or threads < 1.

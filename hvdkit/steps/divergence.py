@@ -104,7 +104,7 @@ class DivergenceCheck:
         self._exchanges += 1
         self._asks = self._asks or is_due(self._exchanges)
 
-    def wants_note(self) -> bool:
+    def wants_fingerprint(self) -> bool:
         """Whether to look before the step that is about to be taken."""
         return self._asks and self.pending_fingerprint is None
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class ElasticBase(ABC):
-    """The part of an adapter's ``ElasticState`` that knows no framework; stands before Horovod's own ``State``.
+    """The part of a framework binding's ``ElasticState`` that knows no framework; stands before Horovod's ``State``.
 
     Attributes:
         loader: the sharded data, whose position is committed.
@@ -94,7 +94,7 @@ class ElasticBase(ABC):
         self._horovod.init()
 
     def _run(self, train: Callable[[Any], Result]) -> Result:
-        """The inside of an adapter's ``run_elastic``."""
+        """The inside of a framework binding's ``run_elastic``."""
         if not is_elastic():
             self.sync()
             return train(self)

@@ -71,7 +71,7 @@ def warmup_multiplier(step: int, warmup_steps: int, factor: float) -> float:
 
 
 class WarmupBase:
-    """The part of an adapter's ``Warmup`` that knows no framework: the multiplier of each step on so many ranks."""
+    """The part of a framework binding's ``Warmup`` that knows no framework: each step's multiplier on so many ranks."""
 
     def _begin(
         self, world: Topology, steps_per_epoch: int, epochs: float, rule: str, after: Callable[[int], float] | None

@@ -105,9 +105,9 @@ def meet(
     host = socket.gethostname() if host is None else host
     if rank != 0:
         return _visit(rank, size, address, key, host, deadline, timeout)
-    with _Door(size, key, host, address if listen_on is None else listen_on) as door:
-        door.let_in(deadline, timeout)
-        return door.answer(tell, deadline)
+    with _RendezvousServer(size, key, host, address if listen_on is None else listen_on) as server:
+        server.let_in(deadline, timeout)
+        return server.answer(tell, deadline)
 
 
 def ports(key: Key) -> list[int]:
@@ -141,7 +141,7 @@ class _Conversation:
 
 
 @dataclass(eq=False)
-class _Visitor:
+class _RendezvousClient:
     connection: socket.socket
     until: float
     received: bytearray = field(default_factory=bytearray)
@@ -149,22 +149,22 @@ class _Visitor:
     rank: int | None = None
 
 
-class _Door:
+class _RendezvousServer:
     """Rank 0's side: lets in who knows the key, and drops everyone else."""
 
     def __init__(self, size: int, key: Key, host: str, listen_on: str) -> None:
         self._size = size
         self._key = key
         self._hosts = {0: host}
-        self._inside: dict[int, _Visitor] = {}
-        self._strangers: dict[_Visitor, None] = {}  # the one that came first is first
+        self._inside: dict[int, _RendezvousClient] = {}
+        self._strangers: dict[_RendezvousClient, None] = {}  # the one that came first is first
         self._dropped: Counter[str] = Counter()
         self._listener = _listen(listen_on, key)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def __enter__(self) -> _Door:
+    def __enter__(self) -> _RendezvousServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -220,7 +220,7 @@ class _Door:
         connection.setblocking(False)
         if len(self._strangers) >= _STRANGERS:
             self._make_room("too many at once")
-        visitor = _Visitor(connection, time.monotonic() + _PROOF_S)
+        visitor = _RendezvousClient(connection, time.monotonic() + _PROOF_S)
         self._strangers[visitor] = None
         self._selector.register(connection, selectors.EVENT_READ, visitor)
 
@@ -230,7 +230,7 @@ class _Door:
         else:
             time.sleep(_PAUSE_S)
 
-    def _read(self, visitor: _Visitor) -> None:
+    def _read(self, visitor: _RendezvousClient) -> None:
         try:
             data = visitor.connection.recv(_LINE_BYTES)
             if not data or visitor.rank is not None:
@@ -238,7 +238,7 @@ class _Door:
             *lines, rest = (bytes(visitor.received) + data).split(b"\n")
             visitor.received[:] = rest
             for line in lines:
-                self._hear(visitor, line)
+                self._receive(visitor, line)
             if len(rest) > _LINE_BYTES:
                 raise ValueError("a line without an end")
         except BlockingIOError:
@@ -250,7 +250,7 @@ class _Door:
         except ValueError:
             self._drop(visitor, "without the secret" if visitor.conversation else "of something else")
 
-    def _hear(self, visitor: _Visitor, line: bytes) -> None:
+    def _receive(self, visitor: _RendezvousClient, line: bytes) -> None:
         if visitor.conversation is None:
             hello, _, nonce = line.decode("ascii").rpartition(" ")
             if hello != _HELLO or not _NONCE.fullmatch(nonce):
@@ -280,7 +280,7 @@ class _Door:
             return f"a rank {rank} is there already, on {self._hosts[rank]}; this one is on {said.get('host')}"
         return None
 
-    def _drop(self, visitor: _Visitor, why: str) -> None:
+    def _drop(self, visitor: _RendezvousClient, why: str) -> None:
         self._selector.unregister(visitor.connection)
         visitor.connection.close()
         if visitor.rank is None:

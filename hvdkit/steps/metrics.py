@@ -39,7 +39,7 @@ def require_same_names(ranks: Collectives, names: Iterable[str]) -> None:
 
 
 def average(ranks: Collectives | None, metrics: Mapping[str, Any], size: int) -> dict[str, float]:
-    """The mean of each metric over all ranks, the inside of every adapter's ``average_metrics``; a collective.
+    """The mean of each metric over all ranks, the inside of each framework's ``average_metrics``; a collective.
 
     Args:
         ranks: None where this process is the only one.

@@ -1,6 +1,6 @@
 """Step 6 in every framework: what is saved beside the state, and how a training goes on, also on other ranks.
 
-An adapter's ``Checkpoints`` says how its framework's state is written, read and broadcast; all else is here.
+A framework binding's ``Checkpoints`` says how its framework's state is written, read and broadcast; all else is here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Write = Callable[[Path], None]
 
 
 class CheckpointsBase(ABC):
-    """The part of an adapter's ``Checkpoints`` that knows no framework, and not what a state is made of.
+    """The part of a framework binding's ``Checkpoints`` that knows no framework, and not what a state is made of.
 
     Args:
         directory, keep, keep_best, wait: see ``CheckpointDirectory``.
@@ -94,7 +94,7 @@ class CheckpointsBase(ABC):
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], Any]:
         """On the root: read what ``_write`` wrote, or raise CheckpointError. What is returned makes the state that.
 
-        That may return attributes of ``Saved``. The options are an adapter's own.
+        That may return attributes of ``Saved``. The options are a framework binding's own.
         """
 
     def _read_extra(self, directory: Path) -> Any:  # noqa: ARG002
@@ -128,7 +128,7 @@ class CheckpointsBase(ABC):
         return {} if loader is None else {"data": self._require_loader(loader).state()}
 
     def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any, *more: Any) -> Any:
-        """On the root: have the state written, and what else an adapter saves."""
+        """On the root: have the state written, and what else a framework binding saves."""
         return on_disk(lambda directory: self._write(directory, model, optimizer, *more))
 
     @step_times.during("saving")

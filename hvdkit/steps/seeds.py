@@ -72,7 +72,7 @@ def seed_python(stream: np.random.SeedSequence) -> None:
 
 
 class Current:
-    """What ``seed_everything`` of one adapter began in this process.
+    """What ``seed_everything`` of one framework binding began in this process.
 
     Attributes:
         seeds: the streams; None before.

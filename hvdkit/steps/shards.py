@@ -202,7 +202,7 @@ class Position:
 
 
 class InEpochs:
-    """The part of an adapter's loader that knows no framework: where the training is in its data.
+    """The part of a framework binding's loader that knows no framework: where the training is in its data.
 
     Attributes:
         share: which samples are this rank's.
@@ -299,7 +299,7 @@ class InEpochs:
 
 
 def require_loader(loader: Any, kinds: tuple[type, ...], made: str = "what shard returned", instead: str = "") -> Any:
-    """The loader of an adapter's ``shard``.
+    """The loader of a framework binding's ``shard``.
 
     Args:
         kinds: its classes.

@@ -1,6 +1,6 @@
 """When every step of a training begins and ends on this rank, for those who listen; nothing where nobody does.
 
-Listeners are the recorder of ``hvdkit bench`` and ``explain``, and monitors (``monitor.py``).
+Listeners are the recorder of ``hvdkit bench`` and ``explain``, and monitors (``hvdkit.observe``).
 """
 
 from __future__ import annotations

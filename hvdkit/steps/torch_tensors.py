@@ -1,6 +1,6 @@
 """What PyTorch's tensors are, bit by bit, and the memory that they take: for ``hvdkit.torch`` and Keras on PyTorch.
 
-Keras stands on no adapter for PyTorch. PyTorch is imported by who asks for it alone.
+Keras stands on no framework binding for PyTorch. PyTorch is imported by who asks for it alone.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _counter(first: Any, number: int, process_set: Any) -> Counter:
 
 
 def _compare(ours: Sequence[tf.Variable], names: Sequence[str], exchange: Any, process_set: Any, call: str) -> Any:
-    mine = tf.reshape([fact for one in ours for fact in _fingerprint(one)], [-1])
+    mine = tf.reshape([number for one in ours for number in _fingerprint(one)], [-1])
     sent = tf.concat([tf.ones(3, tf.float64), mine, mine**2], 0)
     roundings = [_ROUNDINGS.get(one.dtype, 1.0) for one in ours]
 

@@ -20,7 +20,7 @@ _CLIPPING = ("clip_by_global_norm", "clip_by_norm", "clip_by_value")
 _DISPATCHED = getattr(dispatch, "_TYPE_BASED_DISPATCH_SIGNATURES", {})
 """Where ``tf.experimental.dispatch_for_api`` looks a function up; no public name leads there."""
 _SUMMED = "_hvdkit_summed"
-SAID: list[tuple[int | None, ...]] = []
+WARNED: list[tuple[int | None, ...]] = []
 """The shape of the loss that this process has been warned of."""
 
 
@@ -85,9 +85,9 @@ def warn_of_target(target: Any, ranks: int) -> None:
 
 
 def _warn(shape: tuple[int | None, ...] | None, ranks: int) -> None:
-    if shape is None or ranks == 1 or SAID:
+    if shape is None or ranks == 1 or WARNED:
         return
-    SAID.append(shape)
+    WARNED.append(shape)
     warnings.warn(
         f"a tape was given a loss of shape {shape}, whose numbers TensorFlow adds up: where they are one for each "
         f"sample, a step of {ranks} ranks, which averages, is 1/{ranks} of one process's on all their samples; give "

@@ -82,7 +82,7 @@ class BackwardTracker:
         if node is not None:
             self._end_with(node, end)
             return
-        self._ends.discard(end)  # what an error leaves here is abandoned by the next backward
+        self._ends.discard(end)  # what an error leaves here is cancelled by the next backward
         with torch.no_grad():
             self._exchange()
 
@@ -112,11 +112,11 @@ class BackwardTracker:
 class _End:
     """What autograd calls at the end of a graph; it lives as long as that can still happen."""
 
-    def __init__(self, now: BackwardTracker) -> None:
-        self._now = now
+    def __init__(self, tracker: BackwardTracker) -> None:
+        self._tracker = tracker
 
     def __call__(self) -> None:
-        self._now.end(self)
+        self._tracker.end(self)
 
 
 TRACKER = BackwardTracker()

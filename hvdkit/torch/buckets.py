@@ -97,7 +97,7 @@ class Bucket:
         sparse_as_dense: whether sparse gradients become dense ones.
 
     Attributes:
-        holds: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
+        param_ids: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
         early: whether it may leave as soon as all its gradients are there, before backward has ended.
     """
 

@@ -31,7 +31,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not any(one.steps_as(optimizer) for one in found):
         divergence.UNDISTRIBUTED.look(optimizer, lambda: [named for one in found for named in one.training()])
     for one in found:
-        one.note(optimizer)
+        one.take_fingerprint(optimizer)
     if len(args) > 1 and callable(args[1]):
         args = (args[0], _averaging(found, optimizer, args[1]), *args[2:])
     elif callable(kwargs.get("closure")):

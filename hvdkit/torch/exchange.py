@@ -399,10 +399,10 @@ class Exchange:
         # Its groups may be others: load_state_dict makes the inner one new ones.
         return set(map(id, parameters_of(own))) == set(map(id, parameters_of(optimizer)))
 
-    def note(self, optimizer: Any) -> None:
+    def take_fingerprint(self, optimizer: Any) -> None:
         """Look at the parameters before a step of its own, when it is time to."""
         agreed = self._agreed
-        if agreed and self._divergence.wants_note() and self.steps_as(optimizer) and divergence.can_look():
+        if agreed and self._divergence.wants_fingerprint() and self.steps_as(optimizer) and divergence.can_look():
             named = divergence.own(agreed.members.living(), self.optimizer())
             self._divergence.pending_fingerprint = divergence.fingerprints(one for _, one in named)
             self._divergence.seen = look(self._model())

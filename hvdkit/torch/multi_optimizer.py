@@ -82,7 +82,7 @@ def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
     Raises:
         AgreementError, InvalidArgumentError: see ``Exchange.finish``.
     """
-    # All depart before one is waited for: ranks may have reached them in another order.
+    # All are launched before one is waited for: ranks may have reached them in another order.
     taken = list(reached)
     for exchange in taken:
         exchange.launch()

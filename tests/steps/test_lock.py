@@ -250,7 +250,7 @@ def test_no_locks_is_said_once_and_the_first_job_stops_before_it_removes_anythin
         os._exit(CheckpointDirectory(tmp_path).save(3, bytes).step)
     assert os.waitpid(worker, 0)[1] == 3 << 8
     with pytest.raises(CheckpointError, match=f"process {worker} on"):
-        store.prune()
+        store.save(4, bytes)
     store._lock._sign()
     live, old, mine = (tmp_path / f".writing-{name}" for name in ("0123-x", "4567-y", f"{store._lock.token}-z"))
     for path in (live, old, mine):
@@ -274,7 +274,7 @@ def test_no_locks_is_said_once_and_the_first_job_stops_before_it_removes_anythin
         with pytest.raises(CheckpointError, match=r"process 12 on nid1x{76}, PBS job 7\.polaris; end it"):
             store.save(5, attempt)
     assert (tmp_path / "step-0000000004").exists(), "not pruned"
-    for refused in (store.claim, store.prune, lambda: store.save(6, bytes)):
+    for refused in (store.claim, lambda: store.save(6, bytes)):
         with pytest.raises(CheckpointError, match="process 12 on"):
             refused()
     assert not (tmp_path / "step-0000000006").exists()

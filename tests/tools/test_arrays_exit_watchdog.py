@@ -117,7 +117,7 @@ def test_a_forked_process_takes_no_leave_and_ends_no_job(monkeypatch, capsys):
 
     class Comm(Ranks):
         def Ibarrier(self):  # noqa: N802
-            called.append("farewell")
+            called.append("leave")
             return super().Ibarrier()
 
         def Abort(self, code):  # noqa: N802
@@ -139,4 +139,4 @@ def test_a_forked_process_takes_no_leave_and_ends_no_job(monkeypatch, capsys):
         end()
     assert called == []
     end()
-    assert called == ["farewell", "abort"]
+    assert called == ["leave", "abort"]

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -77,8 +78,8 @@ def command(*words: str) -> Callable[[Path], int]:
 
 
 def checkpoints(path: Path) -> None:
-    directory = CheckpointDirectory(path.parents[1], keep=1, keep_best=1)
-    for look in (directory.latest, directory.best, directory.prune):
+    directory = CheckpointDirectory(path.parents[1], keep=2, keep_best=1)
+    for look in (directory.latest, directory.best, lambda: shutil.rmtree(directory.save(9, bytes).path)):
         with contextlib.suppress(HvdkitError):
             look()
     assert path.exists(), "the only checkpoint was removed"

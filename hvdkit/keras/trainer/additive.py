@@ -2,7 +2,7 @@
 
 Keras' rule under ``tf.distribute`` is that a metric's variables are added up. That is right for totals and counts, and
 wrong for a running maximum or average, which nothing in a metric's interface tells. So a metric is tried: its states
-after two batches must be the sum of its states after each. What it was called with is noted when Keras traces it.
+after two batches must be the sum of its states after each. What it was called with is kept when Keras traces it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from hvdkit.keras import state
 from hvdkit.keras.transport.interface import Transport
 
-_NOTED: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+_CALLED_WITH: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 """By metric: the types of what it was called with, and what is to be said of it."""
 _BATCH = 8
 """Samples of a try where the number is not known."""
@@ -41,19 +41,19 @@ def note(model: Any, *, trains: bool = False) -> None:
     given = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
     own = [one for one in [*keras.tree.flatten(given), *metrics_of(model)] if isinstance(one, keras.metrics.Metric)]
     for metric in own:
-        if is_own(metric) and metric not in _NOTED:
-            _NOTED[metric] = []
-            vars(metric)["update_state"] = _noting(metric.update_state, _NOTED[metric])
+        if is_own(metric) and metric not in _CALLED_WITH:
+            _CALLED_WITH[metric] = []
+            vars(metric)["update_state"] = _with_types_kept(metric.update_state, _CALLED_WITH[metric])
             model.test_function = None  # what was traced before does not call it again
             if trains:
                 model.train_function = None
 
 
-def _noting(plain: Any, noted: list[Any]) -> Any:
+def _with_types_kept(plain: Any, called_with: list[Any]) -> Any:
     @functools.wraps(plain)
     def update_state(*args: Any, **kwargs: Any) -> Any:
-        if not noted:
-            noted.append(keras.tree.map_structure(_type_of, (args, kwargs)))
+        if not called_with:
+            called_with.append(keras.tree.map_structure(_type_of, (args, kwargs)))
         return plain(*args, **kwargs)
 
     return update_state
@@ -71,12 +71,12 @@ def why_not(metric: Any) -> str:
         return ""
     if not metric.variables:
         return "it keeps no Keras variables"
-    noted = _NOTED.get(metric, [])
-    if not noted:
+    called_with = _CALLED_WITH.get(metric, [])
+    if not called_with:
         return "it was called out of hvdkit's sight"
-    if len(noted) == 1:
-        noted.append(_tried(metric, noted[0]))
-    return str(noted[1])
+    if len(called_with) == 1:
+        called_with.append(_tried(metric, called_with[0]))
+    return str(called_with[1])
 
 
 def at_first(metric: Any) -> list[Any]:

@@ -28,7 +28,7 @@ _watching = threading.Lock()
 
 def begin(transport: Transport) -> Watch | None:
     """Watch a ``fit`` that all ranks have begun; None within another one, which is watched."""
-    if not transport.has_aside() or not _watching.acquire(blocking=False):
+    if not transport.has_background() or not _watching.acquire(blocking=False):
         return None
     return Watch(transport)
 
@@ -128,7 +128,7 @@ class Watch:
             self._transport.end(self.verdict)
 
     def _exchange(self, words: Any) -> np.ndarray[Any, Any]:
-        return self._transport.background_allgather(np.asarray(words, dtype=np.int64), "hvdkit.aside")
+        return self._transport.background_allgather(np.asarray(words, dtype=np.int64), "hvdkit.watch")
 
 
 def _are_apart(rows: list[tuple[int, ...]], quiet: int) -> bool:

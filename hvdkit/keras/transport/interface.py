@@ -1,4 +1,4 @@
-"""What ``hvdkit.keras`` needs of a communication library, beside what every adapter needs."""
+"""What ``hvdkit.keras`` needs of a communication library, beside what every framework binding needs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Transport(Collectives):
     def background_allgather(self, words: Words, name: str) -> Words:
         """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective.
 
-        Each thread has a name of its own, which ``prepare_aside`` was told.
+        Each thread has a name of its own, which ``prepare_background`` was told.
         """
 
-    def prepare_aside(self, name: str) -> None:
+    def prepare_background(self, name: str) -> None:
         """Have ``background_allgather`` know this name; a collective of the first thread where names pair no calls."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Transport(Collectives):
         """A sum over the ranks in a second thread; each use of what is returned is a collective of this name."""
 
     @abstractmethod
-    def has_aside(self) -> bool:
+    def has_background(self) -> bool:
         """Whether ``background_allgather`` can be used, the same on all ranks."""
 
     @abstractmethod

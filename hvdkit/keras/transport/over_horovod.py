@@ -45,7 +45,7 @@ class HorovodTransport(OverHorovod, Transport):
     def start(self) -> Topology:
         return starting.start(self.hvd, os.environ)
 
-    def has_aside(self) -> bool:
+    def has_background(self) -> bool:
         # Horovod Elastic has its own way to go on without a rank that fails.
         return self.size() > 1 and not is_elastic()
 

@@ -19,7 +19,7 @@ from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
 from hvdkit.steps import agreement, starting, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
-from hvdkit.steps.collectives import ASIDE_S, OverMpi, Words, end_the_job_with_the_process
+from hvdkit.steps.collectives import BACKGROUND_POLL_S, OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
@@ -114,17 +114,17 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         if not hasattr(self, "_comm"):
             OverMpi.__init__(self, _mpi().COMM_WORLD, _mpi())
             end_the_job_with_the_process(self._comm)
-            self._apart = {"hvdkit.aside": self._comm.Dup()}
+            self._apart = {"hvdkit.watch": self._comm.Dup()}
         return world
 
-    def has_aside(self) -> bool:
+    def has_background(self) -> bool:
         return self.size() > 1 and bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
 
-    def prepare_aside(self, name: str) -> None:
+    def prepare_background(self, name: str) -> None:
         self._apart[name] = self._in_order().Dup()
 
     def background_allgather(self, words: Words, name: str) -> Words:
-        if not self.has_aside():
+        if not self.has_background():
             raise InvalidArgumentError(
                 "the MPI here may be called by one thread at a time, and a second one would tell the other ranks; use "
                 "an MPI with MPI_THREAD_MULTIPLE, or leave the monitor out."
@@ -132,7 +132,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         everyone = np.empty((self.size(), len(words)), dtype=np.int64)
         request = self._apart[name].Iallgather(words, everyone)
         while not request.Test():
-            time.sleep(ASIDE_S)
+            time.sleep(BACKGROUND_POLL_S)
         return everyone
 
     def total(self, name: str) -> Total:  # noqa: ARG002

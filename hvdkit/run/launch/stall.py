@@ -28,7 +28,7 @@ DUMP_S = 1.5
 
 _SHOWN_TENSORS = 3
 _BEGIN = re.compile(rb"stall_inspector\.cc:\d+\]|submitted to be reduced, gathered or broadcasted by subset of ranks")
-_BESIDE = ("hvdkit.aside", "hvdkit.allreduce_counts")
+_BESIDE = ("hvdkit.watch", "hvdkit.allreduce_counts")
 """Collectives of hvdkit's second threads: no training waits for them, and a rank that compiles may be late for them."""
 _HEADING = b"Missing ranks:"
 _MISSING = re.compile(rb"(\d+)!?: \[(.*?)\]?\s*$")

@@ -124,7 +124,9 @@ def _read(path: Path) -> RankTimes:
 
 def _step(line: list[Any]) -> Step:
     asked, given, ready, ended, *more = line
-    arrived, *used = more if len(more) == 4 else (None,)
+    if len(more) not in (0, 4):
+        raise ValueError(f"a step has {len(line)} values")
+    arrived, *used = more or (None,)
     ran = tuple(map(_seconds, used)) if used and None not in used else None
     return Step(
         _seconds(asked), _seconds(given), _optional(ready), _seconds(ended), _optional(arrived),

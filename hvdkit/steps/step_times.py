@@ -175,7 +175,7 @@ class Recorder:
             used = self._spent() if self._ready is None else self._used
             spent = [max(0.0, end - begin) for begin, end in zip(self._before, used, strict=True)]
             moments = [self._asked, self._given, self._ready, now, self._arrived]
-            self._steps.append((*[None if at is None else round(self._offset + at, 7) for at in moments], *spent))
+            self._steps.append((*[None if at is None else self._offset + at for at in moments], *spent))
             self._open = False
             self._ended += 1
             if self._ended == _SETTLED:

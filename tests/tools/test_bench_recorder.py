@@ -114,6 +114,7 @@ def test_what_cannot_be_written_is_a_warning(directory, monkeypatch):
         ['{"hvdkit": "tune", "version": 1, "rank": 0}'],
         ['{"hvdkit": "step times", "version": 1, "rank": 0}', "[1, 2"],
         ['{"hvdkit": "step times", "version": 1, "rank": 0}', "[1, 2, null]"],
+        ['{"hvdkit": "step times", "version": 1, "rank": 0}', "[1, 2, null, 3, 4, 5]"],
         ['{"hvdkit": "step times", "version": 1, "rank": 0}', '["1", 2, null, 3]'],
         ['{"hvdkit": "step times", "version": 1, "rank": 0}', "[NaN, 2, null, 3]"],
     ],

@@ -113,9 +113,8 @@ NEEDED = (
 WITHOUT_BATCH: WeakSet[Any] = WeakSet()
 """Models whose ``fit`` has yet to look at its data."""
 
-_replaced: dict[
-    PatchPoint, tuple[Any, Any, Any]
-] = {}  # the holder, what is there now, and what was, None: a base class's
+_replaced: dict[PatchPoint, tuple[Any, Any, Any]] = {}
+"""The holder, what is there now, and what was, None: a base class's."""
 
 
 def check(version: str) -> None:

@@ -58,7 +58,9 @@ def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) ->
     asked_ns = time.time_ns()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(_lock_of(folder), "a+", encoding="utf-8") as lock:
+        # Words are written to it, which a symbolic link of another user must not lead to another file.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with os.fdopen(os.open(folder / ".lock", flags, 0o666), "a+", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             _fail_like_the_process_before(lock, asked_ns)
             try:
@@ -73,11 +75,6 @@ def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) ->
             f"{folder} cannot be written or locked ({error.strerror or error}); name another directory or run "
             f"`{login_node_command}` where it can be"
         ) from error
-
-
-def _lock_of(folder: Path) -> int:
-    # Words are written to it, which a symbolic link of another user must not lead to another file.
-    return os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _fail_like_the_process_before(lock: IO[str], asked_ns: int) -> None:
@@ -109,7 +106,9 @@ def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
             corrupt = True
             failures.append(f"{url} ({error})")
         except NETWORK_ERRORS as error:
-            failures.append(f"{url} ({_reason(error)})")
+            # A URLError prints its reason in angle brackets; its subclass HTTPError prints the status code.
+            text = str(error.reason if type(error) is urllib.error.URLError else error)
+            failures.append(f"{url} ({printable(text[:LONGEST_QUOTE]) or type(error).__name__})")
     if corrupt:
         raise CorruptDataError(
             f"no server has {file.name} as it was published: {'; '.join(failures)}; nothing was kept, try again or "
@@ -119,12 +118,6 @@ def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
         f"{file.name} could not be downloaded from {' or '.join(failures)}; compute nodes often have no network, so "
         f"run `{login_node_command}` on the login node first"
     )
-
-
-def _reason(error: Exception) -> str:
-    # A URLError prints its reason in angle brackets; its subclass HTTPError prints the status code.
-    text = str(error.reason if type(error) is urllib.error.URLError else error)
-    return printable(text[:LONGEST_QUOTE]) or type(error).__name__
 
 
 def _receive(url: str, sha256: str, target: IO[bytes]) -> None:

@@ -387,21 +387,17 @@ def uint8_array(value: Any, where: str) -> NDArray[np.uint8]:
             order = memory_order
         case _:
             raise corrupt(where, "its data is not an array")
-    if not _is_uint8(dtype):
-        raise corrupt(where, "its data is not an array of uint8")
+    match dtype:
+        case _Recorded(name="dtype", arguments=(code, *_)) if _text(code) in UINT8_NAMES:
+            pass
+        case _:
+            raise corrupt(where, "its data is not an array of uint8")
     content = _bytes(data, where)
     if not (isinstance(shape, tuple) and all(type(extent) is int and extent >= 0 for extent in shape)):
         raise corrupt(where, "its array has no shape")
     if len(content) != math.prod(shape):
         raise corrupt(where, f"its array of shape {shape} comes with {len(content)} bytes")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape, order=order)
-
-
-def _is_uint8(dtype: Any) -> bool:
-    match dtype:
-        case _Recorded(name="dtype", arguments=(code, *_)):
-            return _text(code) in UINT8_NAMES
-    return False
 
 
 def _bytes(data: Any, where: str) -> bytes | bytearray:

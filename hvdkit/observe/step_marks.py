@@ -64,8 +64,10 @@ def torch_optimizers(module: ModuleType) -> None:
     module.hvdkit_marks = leading = _Leading()  # type: ignore[attr-defined]
 
     def begin(_: Any) -> None:
+        distributed = sys.modules.get("torch.distributed")
+        in_process_group = distributed and distributed.is_available() and distributed.is_initialized()
         recorder = _recorder()
-        if recorder is not None and not _in_process_group():
+        if recorder is not None and not in_process_group:  # DDP's wait is over before the optimizer's step
             recorder.ready()
 
     def end(optimizer: Any) -> None:
@@ -136,12 +138,6 @@ def _stepped() -> None:
     for monitor in [] if listening is None else listening.MONITORS:
         if monitor.automatic:
             monitor.stepped()
-
-
-def _in_process_group() -> bool:
-    """DDP exchanges gradients in the backward pass, so that before the optimizer's step the wait is over."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def torch_saving(module: ModuleType) -> None:

@@ -152,15 +152,16 @@ class MLflow:
         if uri.startswith("sqlite:"):
             _import("alembic", "mlflow")  # brings SQLAlchemy; neither comes with mlflow-skinny
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        self._run = _same_id(directory / "mlflow-run", lambda: self._new(directory))
+
+        def new() -> str:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+            found = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+            return str(self._client.create_run(experiment, run_name=directory.name).info.run_id)
+
+        self._run = _same_id(directory / "mlflow-run", new)
         self._client.update_run(self._run, status="RUNNING")
         self._status = "FINISHED"
-
-    def _new(self, directory: Path) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-        return str(self._client.create_run(experiment, run_name=directory.name).info.run_id)
 
     def begin(self, step: int, steps: int | None = None) -> None:
         """See ``Tracker``."""

@@ -58,12 +58,12 @@ def _gradients(found: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
 
 def torch_dropout(module: ModuleType) -> None:
     """Dropout drops nothing where the trial says so; ``torch.nn.functional``."""
+
+    def keep(original: Any, value: Any, *arguments: Any, **options: Any) -> Any:
+        return original(value, *arguments, **options) if current().drops() else value
+
     for name in ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"):
-        step_marks.wrap(module, name, _undropped)
-
-
-def _undropped(original: Any, value: Any, *arguments: Any, **options: Any) -> Any:
-    return original(value, *arguments, **options) if current().drops() else value
+        step_marks.wrap(module, name, keep)
 
 
 def torch_batch_norm(module: ModuleType) -> None:
@@ -79,12 +79,12 @@ def torch_batch_norm(module: ModuleType) -> None:
 
 def tensorflow_iterators(module: ModuleType) -> None:
     """The batches of ``tf.data``, and so those of ``fit``; ``tensorflow.python.data.ops.iterator_ops``."""
+
+    def give(original: Any, self: Any, *arguments: Any) -> Any:
+        return _given(original, self, *arguments) if step_marks.eager() else original(self, *arguments)
+
     for name in ("__next__", "get_next"):
-        step_marks.wrap(module.OwnedIterator, name, _given_eagerly)
-
-
-def _given_eagerly(original: Any, self: Any, *arguments: Any) -> Any:
-    return _given(original, self, *arguments) if step_marks.eager() else original(self, *arguments)
+        step_marks.wrap(module.OwnedIterator, name, give)
 
 
 def tensorflow_eagerly(module: ModuleType) -> None:

@@ -98,11 +98,14 @@ def array_digests(arrays: Iterable[npt.NDArray[Any]], chunk: int = CHUNK) -> Dig
         chunk: words from one use of a salt to the next; another number gives other digests.
     """
 
+    def unsigned_shift(words: Digests, distance: int) -> Digests:
+        return (words.view(np.uint64) >> distance).view(np.int64)
+
     def mix(words: npt.NDArray[Any]) -> Digests:
         total = np.zeros(1, dtype=np.int64)  # an array's sums wrap around, where NumPy warns of a number's
         for start in range(0, len(words), CHUNK):  # in the cache, however long the chunk is
             part = words[start : start + CHUNK].astype(np.int64, copy=False)
-            total += salted(part, salts(chunk)[start : start + len(part)], _unsigned_shift).sum()
+            total += salted(part, salts(chunk)[start : start + len(part)], unsigned_shift).sum()
         return total
 
     def one(array: npt.NDArray[Any]) -> Any:
@@ -111,10 +114,6 @@ def array_digests(arrays: Iterable[npt.NDArray[Any]], chunk: int = CHUNK) -> Dig
         return np.sum(join_chunks(mix(words[start : start + chunk]) for start in range(0, len(words), chunk)))
 
     return np.array([one(array) for array in arrays], dtype=np.int64)
-
-
-def _unsigned_shift(words: Digests, distance: int) -> Digests:
-    return (words.view(np.uint64) >> distance).view(np.int64)
 
 
 def value_table(names: Sequence[str], values: npt.ArrayLike) -> Digests:

@@ -98,19 +98,12 @@ def of_job(environ: Mapping[str, str]) -> list[str]:
         if environ.get(name):
             return list(dict.fromkeys(_lines(name, environ[name])))
     if environ.get("LSB_DJOB_RANKFILE"):
-        return _of_rankfile(_lines("LSB_DJOB_RANKFILE", environ["LSB_DJOB_RANKFILE"]))
+        slots = _lines("LSB_DJOB_RANKFILE", environ["LSB_DJOB_RANKFILE"])  # a line for each slot
+        counts = Counter(slots)
+        # With jsrun, the first line is the service node of the batch script: one slot before hosts of many.
+        service_node = slots[0] if slots and counts[slots[0]] == 1 < max(counts.values()) else None
+        return [host for host in counts if host != service_node]
     return []
-
-
-def _of_rankfile(slots: list[str]) -> list[str]:
-    """The hosts of LSF's list, which has a line for each slot.
-
-    With jsrun its first line is the service node of the batch script, whose one slot stands before hosts of many.
-    """
-    counts = Counter(slots)
-    first = slots[0] if slots else ""
-    service_node = counts[first] == 1 < max(counts.values(), default=0)
-    return [host for host in counts if not (service_node and host == first)]
 
 
 def _lines(name: str, file: str) -> list[str]:

@@ -111,7 +111,9 @@ class Shard:
             start = position + step * global_batch
             chunk = order[start : start + global_batch]
             if len(chunk) < global_batch and self.remainder == "exact":
-                yield self._exact_part(chunk)
+                part = np.array_split(chunk, self.world.size)[self.world.rank]
+                weight = len(part) * self.world.size / len(chunk)
+                yield Batch(part if len(part) else chunk[:1], weight)
                 continue
             if len(chunk) < global_batch:
                 chunk = np.concatenate([chunk, np.resize(order, global_batch - len(chunk))])
@@ -141,12 +143,6 @@ class Shard:
     def identity(self) -> dict[str, Any]:
         """What tells its data and their order from others, for a checkpoint."""
         return {"n_samples": self.n_samples, "seed": self.seed, "sampler": None, "shuffle": self.shuffle}
-
-    def _exact_part(self, chunk: Indices) -> Batch:
-        part = np.array_split(chunk, self.world.size)[self.world.rank]
-        if len(part) == 0:
-            return Batch(chunk[:1], 0.0)
-        return Batch(part, len(part) * self.world.size / len(chunk))
 
 
 @dataclass(slots=True)

@@ -152,12 +152,12 @@ def digests_on_device(tensors: list[Any]) -> Any:
 def _digest(tensor: Any) -> Any:
     words = _words(tensor)
     parts = (tf.cast(words[start : start + _CHUNK], tf.int64) for start in range(0, words.shape[0], _CHUNK))
-    sums = (tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], _shift)) for part in parts)
+
+    def shift(words: Any, distance: int) -> Any:
+        return tf.bitcast(tf.bitwise.right_shift(tf.bitcast(words, tf.uint64), distance), tf.int64)
+
+    sums = (tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], shift)) for part in parts)
     return tf.convert_to_tensor(agreement.join_chunks(sums), dtype=tf.int64)
-
-
-def _shift(words: Any, distance: int) -> Any:
-    return tf.bitcast(tf.bitwise.right_shift(tf.bitcast(words, tf.uint64), distance), tf.int64)
 
 
 def _words(tensor: Any) -> Any:

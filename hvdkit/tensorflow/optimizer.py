@@ -205,14 +205,16 @@ def reduce_gradients(
     steps().count()
     if not taking or not reduction.process_set.included():
         return list(gradients)
-    group = _group_name([names[position] for position in taking])
+    taken = [names[position] for position in taking]
+    readable = re.sub(r"[^A-Za-z0-9.]+", ".", taken[0].split(" ")[0])
+    group = f"hvdkit.gradients.{readable}.{agreement.digest(np.array(taken)) & 0xFFFFFFFF:08x}"
     tensors = [
         _zeros(variables[position], f"{group}.{number}")
         if gradients[position] is None
         else _reducible(gradients[position], names[position], reduction)
         for number, position in enumerate(taking)
     ]
-    say_ready(tensors, [names[position] for position in taking])
+    say_ready(tensors, taken)
     has = [gradients[position] is not None for position in taking]
     if eager:
         # An argument even where it is all ones: TensorFlow would exchange a constant in the first call only.
@@ -313,11 +315,6 @@ def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:
     if reduction.options.op == "adasum":
         raise InvalidArgumentError(f"the gradient of {name} is sparse; op='adasum' needs sparse_as_dense=True.")
     return gradient
-
-
-def _group_name(names: Sequence[str]) -> str:
-    readable = re.sub(r"[^A-Za-z0-9.]+", ".", names[0].split(" ")[0])
-    return f"hvdkit.gradients.{readable}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
 
 
 @lru_cache(maxsize=1024)

@@ -55,7 +55,13 @@ def check_agreement(
     if world.size > 1:
         rows = [layout(name, tensor) for name, tensor in tensors.items()]
         digests = torch_tensors.digests(list(tensors.values()))
-        agreement.require_same_values(RANKS, rows, digests, lambda at: _on_host(*list(tensors.items())[at]), fixes)
+
+        def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
+            name, tensor = list(tensors.items())[position]
+            exact = tensor.cpu()
+            return name, (exact.double() if tensor.is_floating_point() else exact).numpy()  # NumPy has no bfloat16
+
+        agreement.require_same_values(RANKS, rows, digests, value_at, fixes)
     seeds.require_own_stream()
 
 
@@ -105,8 +111,3 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 
     collect("optimizer", optimizer.state_dict())
     return tensors
-
-
-def _on_host(name: str, tensor: torch.Tensor) -> tuple[str, npt.NDArray[Any]]:
-    exact = tensor.cpu()
-    return name, (exact.double() if tensor.is_floating_point() else exact).numpy()  # NumPy has no bfloat16

@@ -52,7 +52,8 @@ class BackwardTracker:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             if not self._ends:  # the graph that held them is gone: an error ended it
-                self._cancel()
+                multi_optimizer.cancel(self._reached)
+                self._reached, self._tasks = [], set()
             thread = threading.get_ident()  # of a GPU's hooks it is the device's
             if self._reached and thread != self._thread and parameter.device.type == "cpu":
                 raise InvalidArgumentError(
@@ -70,10 +71,6 @@ class BackwardTracker:
         end = _End(self)
         self._ends.add(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _cancel(self) -> None:
-        multi_optimizer.cancel(self._reached)
-        self._reached, self._tasks = [], set()
 
     @eagerly
     def end(self, end: _End) -> None:

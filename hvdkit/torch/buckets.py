@@ -49,15 +49,13 @@ def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all numbers in some tensors, float32 ()."""
-    norms = [torch.linalg.vector_norm(one, dtype=_norm_type(one)).float() for one in tensors if one.numel()]
+    half = (torch.float16, torch.bfloat16)
+    types = [(one, torch.float32 if one.dtype in half else None) for one in tensors if one.numel()]
+    norms = [torch.linalg.vector_norm(one, dtype=dtype).float() for one, dtype in types]
     if not norms:
         return torch.zeros(())
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
     return whole
-
-
-def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _owners(new: Iterable[_New]) -> list[tuple[int, int, int]]:

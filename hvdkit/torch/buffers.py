@@ -67,8 +67,11 @@ def look(model: torch.nn.Module | None) -> Seen:
     )
     weights = {plain_name(name): one.detach() for name, one in model.named_parameters() if not one.requires_grad}
     tensors = {layout(name, one): one for name, one in flattened({**shared, **weights}).items() if _is_plain(one)}
-    wanted = untrained_of(model).suspects
-    values = {row: _value(one) for row, one in tensors.items() if row in wanted}
+    values = {}
+    for row in tensors.keys() & untrained_of(model).suspects.keys():  # on the host, with its epsilon
+        real = torch.view_as_real(tensors[row]) if tensors[row].is_complex() else tensors[row]
+        epsilon = torch.finfo(real.dtype).eps if real.is_floating_point() else 0.0
+        values[row] = real.detach().double().cpu().numpy().copy(), epsilon
     frozen = {layout(name, one) for name, one in flattened(weights).items()}
     return Seen(list(tensors), torch_tensors.digests(list(tensors.values())), values, frozen)
 
@@ -76,13 +79,6 @@ def look(model: torch.nn.Module | None) -> Seen:
 def _is_plain(tensor: torch.Tensor) -> bool:
     dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
     return dense and type(tensor) in PLAIN and not torch.nn.parameter.is_lazy(tensor)
-
-
-def _value(tensor: torch.Tensor) -> Any:
-    """On the host, float64, and the machine epsilon of its type."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    epsilon = torch.finfo(real.dtype).eps if real.is_floating_point() else 0.0
-    return real.detach().double().cpu().numpy().copy(), epsilon
 
 
 def broadcast_each_step(model: torch.nn.Module, root: int) -> None:

@@ -299,19 +299,16 @@ def _write_readable(file: Path, contents: Any) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # where files cannot be mapped
             torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:  # PyTorch's writer ends with one of its own
-        raise _beneath(error) or OSError(str(error).splitlines()[0]) from error
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        raise cause or OSError(str(error).splitlines()[0]) from error
     except (pickle.PickleError, AttributeError, TypeError) as error:
         reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
         raise InvalidArgumentError(
             f"{file.stem} holds what cannot be saved and read again: {reason.splitlines()[0]}; give tensors, numbers, "
             "strings, and dicts, lists and tuples of them."
         ) from error
-
-
-def _beneath(error: BaseException | None) -> OSError | None:
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _read_file(file: Path, target: Any) -> Any:

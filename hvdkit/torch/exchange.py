@@ -164,13 +164,14 @@ class Exchange:
         if not self._members:
             hooks.append(self._by_hand.follow(parameter))
         if self._options.op == "sum":
+
+            def times_ranks(gradient: torch.Tensor) -> torch.Tensor:
+                return gradient * self.process_set.size() if self._among_others() else gradient
+
             # The mean of n-fold gradients is their sum, and stays it when it is averaged again.
-            hooks.append(parameter.register_hook(self._times_ranks))  # type: ignore[no-untyped-call]
+            hooks.append(parameter.register_hook(times_ranks))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trains)
         return hooks
-
-    def _times_ranks(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self.process_set.size() if self._among_others() else gradient
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""

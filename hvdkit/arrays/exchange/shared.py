@@ -204,13 +204,13 @@ class SharedCopies:
         self._now, self._next = self._next, self._now
         own[:] = self._message
         self._meet()
-        self._quiet(_sum, first, second, others, self._message)
 
+        def add_up() -> None:
+            np.add(first, second, self._message)
+            for other in others:
+                np.add(self._message, other, self._message)
 
-def _sum(first: Array, second: Array, others: Sequence[Array], total: Array) -> None:
-    np.add(first, second, total)
-    for other in others:
-        np.add(total, other, total)
+        self._quiet(add_up)
 
 
 def quiet() -> Callable[..., Any]:

@@ -313,16 +313,13 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _stop_together(self) -> None:
         """Go on when no rank stops in mid-epoch, or all do after the same batch."""
-        if self._watch is not None and self.model.stop_training and not self._stopped and self._is_unfinished():
+        if self._watch is None or not self.model.stop_training or self._stopped:
+            return
+        steps = self.params["steps"] or 0
+        if self._data.goes_on() if isinstance(self._data, StreamInEpochs) else self._last_batch + 1 < steps:
             self._stopped = True
             loss = "" if self._loss is None else f" (loss {state.number(self._loss):g})"
             self._watch.stopped(f"{self._place('stopped')}: a callback set model.stop_training{loss}")
-
-    def _is_unfinished(self) -> bool:
-        """Whether the epoch has steps left."""
-        if isinstance(self._data, StreamInEpochs):
-            return self._data.goes_on()
-        return self._last_batch + 1 < (self.params["steps"] or 0)
 
     def _place(self, what: str) -> str:
         steps = f" of {self.params['steps']}" if self.params.get("steps") else ""

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hvdkit.steps import launchers
-from hvdkit.steps.step_files import MARK, VERSION
 from hvdkit.steps.topology import Topology
 
+MARK, VERSION = "step times", 1
+"""Of the first line of a file, which ``hvdkit.observe.step_files`` reads."""
 VARIABLE = "HVDKIT_STEP_TIMES"
 """Environment variable with the directory to which every rank writes; unset or empty: nothing is recorded."""
 MONITOR = "HVDKIT_MONITOR"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import missing, warm
 
-from hvdkit.steps import step_files, step_times
+from hvdkit.observe import step_files
+from hvdkit.steps import step_times
 
 pytestmark = pytest.mark.parallel
 

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
+from hvdkit.observe.step_files import Cores, RankTimes, Step, StepEvent
 from hvdkit.read.explain import step_causes
-from hvdkit.steps.step_files import Cores, RankTimes, Step, StepEvent
 
 STEPS = 200
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import DataError
-from hvdkit.steps import step_files, step_times
+from hvdkit.observe import step_files
+from hvdkit.steps import step_times
 from hvdkit.steps.step_times import VARIABLE
 
 

@@ -23,9 +23,9 @@ from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, causes, ot
 from hvdkit.measure.bench.jobs import order
 from hvdkit.measure.bench.measurement import measure
 from hvdkit.measure.bench.subject import ScalingAsked, commit
+from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.explain import explain
 from hvdkit.run.trials import TrialJob
-from hvdkit.steps.step_files import RankTimes, Step
 
 SERIAL = 0.1
 

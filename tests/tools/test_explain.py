@@ -41,15 +41,15 @@ from hypothesis import strategies as st
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.observe import step_marks
+from hvdkit.observe import step_files, step_marks
+from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
 from hvdkit.read.explain import explain, step_causes
 from hvdkit.read.explain.results import LINES, Explanation, JobLaunch, lines
 from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import recordings, stall
 from hvdkit.run.launch.options import Request
-from hvdkit.steps import step_files, step_times
-from hvdkit.steps.step_files import RankTimes, Step
+from hvdkit.steps import step_times
 
 SAYS = {
     fsync: "waits for its disk (fsync)",

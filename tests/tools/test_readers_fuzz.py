@@ -27,10 +27,10 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.measure.emulate import results
+from hvdkit.observe import step_files
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.run.job import site
 from hvdkit.run.launch import placement, tuned
-from hvdkit.steps import step_files
 from hvdkit.steps.checkpoint import CheckpointDirectory
 
 FILES = os.environ.get("HVDKIT_FUZZ")

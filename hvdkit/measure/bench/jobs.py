@@ -15,8 +15,9 @@ from hvdkit.errors import DataError, LaunchError
 from hvdkit.measure.bench.measurement import JobSteps, measure
 from hvdkit.measure.bench.results import MeasuredJob, ScalingResults, measurable
 from hvdkit.measure.bench.subject import ScalingAsked
+from hvdkit.observe import step_files
 from hvdkit.run.trials import DEFAULT, Launch, TrialJob
-from hvdkit.steps import step_files, step_times
+from hvdkit.steps import step_times
 
 Run = Callable[[int], tuple[TrialJob, JobSteps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""

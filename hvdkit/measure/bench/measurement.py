@@ -10,9 +10,9 @@ import msgspec
 
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
+from hvdkit.observe.step_files import RankTimes
 from hvdkit.read.causes import Cause
 from hvdkit.read.explain import step_causes, step_table
-from hvdkit.steps.step_files import RankTimes
 
 _WHERE = Path("steps")
 """Of the evidence: the files are gone when it is read."""

@@ -18,6 +18,7 @@ from hvdkit.common import files, json_files
 from hvdkit.common.json_files import Positive, Seconds, Whole
 from hvdkit.common.units import bytes_text, count_text, printable, ranks_text
 from hvdkit.errors import CorruptDataError, DataError
+from hvdkit.observe import step_files
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.sources import LAUNCH, STEPS
@@ -32,7 +33,6 @@ from hvdkit.read.timeline.reader import read as read_timeline
 from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
 from hvdkit.read.trace.reader import collect as collect_trace
 from hvdkit.read.trace.summary import files_of, nest, one_rank, self_times_by_step
-from hvdkit.steps import step_files
 
 STEP = "step"
 _MONITORED = ("step", "input", "compute", "wait")

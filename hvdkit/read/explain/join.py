@@ -11,12 +11,12 @@ import msgspec
 from hvdkit.common import files, json_files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, HvdkitError
+from hvdkit.observe import step_files
 from hvdkit.read.causes import Cause, by_cost
 from hvdkit.read.explain import exchange, step_causes
 from hvdkit.read.explain.results import Explanation, JobLaunch, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
 from hvdkit.read.explain.step_causes import StepCauses
-from hvdkit.steps import step_files
 
 LATE = frozenset(
     {"input", "compute", "host", "late", "random-late", "blocked", "affinity", "pause", "gc", "growth", "first-steps"}

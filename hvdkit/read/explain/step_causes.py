@@ -17,10 +17,10 @@ import numpy as np
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats, When, doing, lower_median, named, to_blame
+from hvdkit.observe.step_files import RankTimes
 from hvdkit.read.causes import ADVICE, SENTENCES, Cause
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
-from hvdkit.steps.step_files import RankTimes
 
 _LEAST = {
     "late": 0.04, "rare": 0.1, "input-everywhere": 0.1, "cores": 0.08, "stall": 0.05, "growth": 0.06, "first": 0.05,

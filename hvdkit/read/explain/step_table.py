@@ -16,7 +16,7 @@ import numpy as np
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError
 from hvdkit.observe.lateness import Floats, lower_median
-from hvdkit.steps.step_files import RankTimes, Step
+from hvdkit.observe.step_files import RankTimes, Step
 
 WARMUP = 5
 """First steps that are left out, of long enough recordings."""

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import DataError
-
-MARK, VERSION = "step times", 1
-"""Of the first line of a file."""
+from hvdkit.steps.step_times import MARK, VERSION
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ except ImportError as error:
 if int(keras.__version__.split(".")[0]) < 3:
     raise MissingFrameworkError(f"hvdkit.keras needs Keras 3, found {keras.__version__}; run `pip install 'keras>=3'`.")
 
-from hvdkit.bindings import keras_optimizer
 from hvdkit.keras import data as keras_data
 from hvdkit.keras import device, state
 from hvdkit.keras import optimizer as averaging
@@ -49,6 +48,7 @@ from hvdkit.keras.trainer.callbacks import BroadcastState, RecordSteps, RecordTi
 from hvdkit.keras.trainer.evaluation import evaluate
 from hvdkit.keras.trainer.metrics import AverageMetrics
 from hvdkit.keras.transport import TRANSPORT
+from hvdkit.tf_shared import keras_optimizer
 
 __all__ = [
     "AverageMetrics",

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 
 from hvdkit import __version__
-from hvdkit.bindings.keras_optimizer import taking_part
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras import random_state, seeds, state
 from hvdkit.keras import schedule as keras_schedule
@@ -24,6 +23,7 @@ from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints
+from hvdkit.tf_shared.keras_optimizer import taking_part
 
 
 class Checkpoints(ModelCheckpoints[Saved]):

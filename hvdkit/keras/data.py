@@ -235,8 +235,8 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def tf_dataset(self, plan: Callable[[], list[Batch]] | None = None) -> Any:
         """The same batches made by ``tf.data``, for Keras' tensorflow backend: a pass in each iteration."""
-        from hvdkit.bindings.tf_samples import untuned
         from hvdkit.tensorflow import rows
+        from hvdkit.tf_shared.tf_samples import untuned
 
         floatx = keras.config.floatx()
         batches = rows.batches(
@@ -375,13 +375,13 @@ def is_tf_data(dataset: Any) -> bool:
 
 
 def streams() -> Any:
-    """``hvdkit.bindings.tf_streams``.
+    """``hvdkit.tf_shared.tf_streams``.
 
     Raises:
         MissingFrameworkError: there is no TensorFlow, which other backends can do without.
     """
     try:
-        return importlib.import_module("hvdkit.bindings.tf_streams")
+        return importlib.import_module("hvdkit.tf_shared.tf_streams")
     except ImportError as error:
         raise MissingFrameworkError(
             "a tf.data.Dataset needs TensorFlow, which cannot be imported; run `pip install tensorflow`."

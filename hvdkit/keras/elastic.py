@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.bindings.keras_optimizer import require_slots
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state as keras_state
@@ -21,6 +20,7 @@ from hvdkit.keras.transport.over_horovod import HorovodTransport
 from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_optimizer import require_slots
 
 try:
     from horovod.common.elastic import State

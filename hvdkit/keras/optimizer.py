@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from hvdkit.bindings import keras_optimizer
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.tf_shared import keras_optimizer
 
 
 def distribute(optimizer: Any, options: GradientOptions, process_set: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 
-from hvdkit.bindings.keras_optimizer import by_name, inner_optimizers, require_keras_3, shown
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.data import trained_on
@@ -16,6 +15,7 @@ from hvdkit.keras.optimizer import held_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.steps import learning_rate
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_optimizer import by_name, inner_optimizers, require_keras_3, shown
 
 
 class _Rate(Callback, ABC):

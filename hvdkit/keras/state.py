@@ -18,12 +18,12 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.bindings.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics, untrained
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
 _HDF5_FILE, _HDF5_ARRAY = 16384, 4096

@@ -34,7 +34,6 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit.bindings import tf_streams as streams
 from hvdkit.tensorflow import data, device, divergence, marks, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
@@ -45,6 +44,7 @@ from hvdkit.tensorflow.elastic import ElasticState, run_elastic
 from hvdkit.tensorflow.loss import weighted_loss
 from hvdkit.tensorflow.monitor import Monitor, background_allgather
 from hvdkit.tensorflow.seeds import seed_everything
+from hvdkit.tf_shared import tf_streams as streams
 
 __all__ = [
     "CheckAgreement",
@@ -182,7 +182,7 @@ def distribute(
         raise InvalidArgumentError("this tape is distributed already; call distribute once.")
     averaging.expect_steps()
     if not isinstance(tape_or_optimizer, tf.GradientTape):
-        from hvdkit.bindings import keras_optimizer  # loads Keras, which a tape does not need
+        from hvdkit.tf_shared import keras_optimizer  # loads Keras, which a tape does not need
 
         marks.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)

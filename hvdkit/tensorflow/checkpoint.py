@@ -80,7 +80,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
         if optimizer is not None:
             _write_variables(directory / "optimizer", _keyed_slots(optimizer, model))
             if len(optimizer) > 1:
-                from hvdkit.bindings.keras_optimizer import trained_variables
+                from hvdkit.tf_shared.keras_optimizer import trained_variables
 
                 np.save(directory / _TRAINED, trained_variables(optimizer, variables), allow_pickle=False)
 
@@ -90,7 +90,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
         values = _read_variables(directory / "model", _keyed(variables), type(model).__name__)
         if optimizer is not None:
             if (directory / _TRAINED).exists():
-                from hvdkit.bindings.keras_optimizer import make_slots
+                from hvdkit.tf_shared.keras_optimizer import make_slots
 
                 make_slots(optimizer, variables, np.load(directory / _TRAINED, allow_pickle=False))
             kinds = " and ".join(type(one).__name__ for one in optimizer.values())

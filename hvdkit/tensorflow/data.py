@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
-from hvdkit.bindings.tf_samples import CountedIterator, untuned
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.passes import Pass
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 from hvdkit.tensorflow import rows
+from hvdkit.tf_shared.tf_samples import CountedIterator, untuned
 
 
 class Epochs(InEpochs):

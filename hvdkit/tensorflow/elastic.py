@@ -61,7 +61,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self.model, self.optimizer = model, optimizer
         self._optimizers = by_name(optimizer)
         if len(self._optimizers) > 1:
-            from hvdkit.bindings.keras_optimizer import require_slots  # loads Keras
+            from hvdkit.tf_shared.keras_optimizer import require_slots  # loads Keras
 
             require_slots(self._optimizers, "ElasticState")
         self._variables = [native(one) for one in (*model_variables(model), *optimizer_variables(optimizer, model))]

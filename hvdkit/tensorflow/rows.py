@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.bindings.tf_functions import Flattened, MappedByTwo, traced
 from hvdkit.steps.shards import Batch
+from hvdkit.tf_shared.tf_functions import Flattened, MappedByTwo, traced
 
 LARGE, SMALL = 16 * 1024, 256 * 2**20
 """TensorFlow gets a copy of an array whose rows have so many bytes and more, or that as a whole has no more than these.

@@ -109,7 +109,7 @@ def by_name(optimizer: Any) -> dict[str, Any]:
     """
     if optimizer is None:
         return {}
-    from hvdkit.bindings import keras_optimizer  # loads Keras, which a tape does not need
+    from hvdkit.tf_shared import keras_optimizer  # loads Keras, which a tape does not need
 
     named = keras_optimizer.by_name(optimizer)
     for one in named.values():
@@ -162,14 +162,14 @@ def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
     variables = model_variables(model)
     if len(optimizers := by_name(optimizer)) > 1:
-        from hvdkit.bindings.keras_optimizer import make_slots, trained_variables
+        from hvdkit.tf_shared.keras_optimizer import make_slots, trained_variables
 
         mine = trained_variables(optimizers, variables)
         make_slots(optimizers, variables, RANKS.gather(mine, "hvdkit.trained")[root])
     variables += optimizer_variables(optimizers, model)
     rows = [layout(variable) for variable in variables]
     if optimizers:
-        from hvdkit.bindings.keras_optimizer import distributed_rows
+        from hvdkit.tf_shared.keras_optimizer import distributed_rows
 
         rows += distributed_rows(optimizers)
     agreement.require_same_rows(RANKS, rows)

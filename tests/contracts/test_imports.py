@@ -1,4 +1,4 @@
-"""Imports flow down: cli, measure, run, prepare and read, common, observe, steps, errors; bindings stand on steps."""
+"""Imports flow down: cli, measure, run, prepare and read, common, observe, steps, errors; bindings stand on them."""
 
 import ast
 import functools
@@ -28,9 +28,9 @@ BELOW = {
     "common": {"top", "errors", "steps", "observe"},
     "torch": {"top", "errors", "steps", "observe"},
     "arrays": {"top", "errors", "steps", "observe"},
-    "bindings": {"top", "errors", "steps", "observe"},
-    "tensorflow": {"top", "errors", "steps", "observe", "bindings"},
-    "keras": {"top", "errors", "steps", "observe", "bindings", "tensorflow"},
+    "tf_shared": {"errors", "steps"},
+    "tensorflow": {"top", "errors", "steps", "observe", "tf_shared"},
+    "keras": {"top", "errors", "steps", "observe", "tf_shared", "tensorflow"},
     "datasets": {"top", "errors", "steps", "observe", "common"},
     "flags": {"top", "errors", "steps", "datasets"},
     "synthetic": {"top", "errors", "steps", "observe", "common", "torch", "tensorflow", "keras"},
@@ -105,7 +105,7 @@ def command_of(module: str) -> str:
 def test_the_package_is_one_look():
     """What is at the top: the house's rooms, and at most six modules."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == {"steps", "observe", "bindings", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
+    assert rooms == {"steps", "observe", "tf_shared", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     assert {room_of(name) for name in NAMES} == set(BELOW), "every room has a row in BELOW, and every row a room"
 
@@ -136,7 +136,7 @@ def test_no_circle_among_the_commands_of_a_floor(floor):
     assert not left, f"circle among {sorted(left)}"
 
 
-BESIDE_FRAMEWORKS = (*ADAPTERS, "bindings", "synthetic")
+BESIDE_FRAMEWORKS = (*ADAPTERS, "tf_shared", "synthetic")
 TOOLS = [path for path in MODULES if room_of(name_of(path)) not in BESIDE_FRAMEWORKS]
 
 

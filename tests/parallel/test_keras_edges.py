@@ -262,7 +262,7 @@ def test_a_loss_scale_falls_on_all_ranks_where_one_overflows(hk, world, everyone
 def test_mixed_precision_stays_distributed(hk, world, everyone):
     import keras
 
-    from hvdkit.bindings import keras_optimizer
+    from hvdkit.tf_shared import keras_optimizer
 
     keras.mixed_precision.set_global_policy("mixed_float16")
     mixed = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
@@ -287,7 +287,7 @@ def own_optimizer() -> type:
 def test_an_optimizer_of_the_user_s_own_is_saved_and_made_again(hk, world):
     import keras
 
-    from hvdkit.bindings import keras_optimizer
+    from hvdkit.tf_shared import keras_optimizer
 
     own = hk.distribute(own_optimizer()(0.1))
     saved = keras.saving.serialize_keras_object(own)

@@ -87,7 +87,7 @@ def test_a_stream_is_evaluated_and_predicted_as_in_one_process(hk, world, monkey
     import keras
     import tensorflow as tf
 
-    import hvdkit.bindings.tf_streams as streams
+    import hvdkit.tf_shared.tf_streams as streams
     from hvdkit.errors import InvalidArgumentError
 
     monkeypatch.setattr(streams, "IN_MEMORY", 0)

@@ -41,8 +41,8 @@ def test_rows_are_those_of_the_arrays(hk, world, everyone, tmp_path, where):
 def test_slices_of_tensors_are_arrays_whatever_their_size(hk, world, everyone):
     import tensorflow as tf
 
-    from hvdkit.bindings import tf_streams
     from hvdkit.steps.streams import StreamInEpochs
+    from hvdkit.tf_shared import tf_streams
 
     slices = tf.data.Dataset.from_tensor_slices(({"x": np.arange(SAMPLES)}, np.zeros((SAMPLES, 2))))
     limit, tf_streams.IN_MEMORY = tf_streams.IN_MEMORY, 0

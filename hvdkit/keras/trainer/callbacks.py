@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from hvdkit.bindings.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import seeds, state
 from hvdkit.keras.optimizer import meant_by
@@ -16,6 +15,7 @@ from hvdkit.keras.transport.over_horovod import HorovodTransport
 from hvdkit.steps import agreement
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.step_times import Recorder, recorder
+from hvdkit.tf_shared.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
 
 
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -26,7 +26,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.bindings.keras_optimizer import require_keras_3, taking_part
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import monitor, state
@@ -42,6 +41,7 @@ from hvdkit.steps import agreement, divergence, passes
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.untrained import UntrainedState
+from hvdkit.tf_shared.keras_optimizer import require_keras_3, taking_part
 
 _ENDED, _AGREED_ON = -2, -3
 _FIX = "let BroadcastState give every rank the root's when fit begins"

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 
-from hvdkit.bindings.keras_optimizer import is_distributed, is_under_a_distributed_one
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
+from hvdkit.tf_shared.keras_optimizer import is_distributed, is_under_a_distributed_one
 
 
 def warning_of_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:

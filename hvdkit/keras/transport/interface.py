@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.bindings.keras_optimizer import Reduce
 from hvdkit.steps.collectives import Collectives, Words
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_optimizer import Reduce
 
 Ranks = tuple[int, ...] | None
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.bindings.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import passes, starting, step_times, torch_tensors
@@ -22,6 +21,7 @@ from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_optimizer import Reduce
 
 Array = npt.NDArray[Any]
 
@@ -99,7 +99,7 @@ class OverTensorflow(HorovodTransport):
         return background_allgather(words, name)
 
     def total(self, name: str) -> Total:
-        from hvdkit.bindings import tf_streams
+        from hvdkit.tf_shared import tf_streams
 
         return tf_streams.total(self.hvd, name)
 

@@ -13,7 +13,6 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.bindings.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
@@ -23,6 +22,7 @@ from hvdkit.steps.collectives import BACKGROUND_POLL_S, OverMpi, Words, end_the_
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_optimizer import Reduce
 
 _LAST_WORDS_S = 1.0
 """Seconds for the rank that failed to print its error, before the job ends."""

@@ -20,9 +20,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
-from hvdkit.bindings.tf_functions import Flattened, Mapped, Shuffled, traced
-from hvdkit.bindings.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
-from hvdkit.bindings.tf_samples import (
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.same_data import require_same_data
+from hvdkit.steps.streams import HEAD, SAME_ORDER, StreamInEpochs, StreamPosition, StreamShare, Total
+from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.tf_functions import Flattened, Mapped, Shuffled, traced
+from hvdkit.tf_shared.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
+from hvdkit.tf_shared.tf_samples import (
     has_first,
     has_slices,
     held,
@@ -31,11 +36,6 @@ from hvdkit.bindings.tf_samples import (
     require_samples,
     untuned,
 )
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.collectives import Collectives
-from hvdkit.steps.same_data import require_same_data
-from hvdkit.steps.streams import HEAD, SAME_ORDER, StreamInEpochs, StreamPosition, StreamShare, Total
-from hvdkit.steps.topology import Topology
 
 IN_MEMORY = 64 * 2**20
 """Bytes up to which a data set of known length and shapes is kept in memory, as arrays and their slices are."""

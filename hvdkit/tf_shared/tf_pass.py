@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.bindings.tf_functions import Mapped, traced
-from hvdkit.bindings.tf_samples import CountedIterator, of_one_shape
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.passes import Pass
 from hvdkit.steps.streams import HEAD, StreamShare
+from hvdkit.tf_shared.tf_functions import Mapped, traced
+from hvdkit.tf_shared.tf_samples import CountedIterator, of_one_shape
 
 
 def repeated(number: int) -> tf.data.Dataset:

@@ -47,7 +47,7 @@ test: $(READY)
 	$(BIN)/python -m pytest tests $(PARALLEL)
 
 quick: $(READY)
-	$(BIN)/python -m pytest tests/contracts tests/steps tests/tools -m "not ($(LEFT_OUT))" $(PARALLEL)
+	$(BIN)/python -m pytest tests/contracts tests/steps tests/observe tests/tools -m "not ($(LEFT_OUT))" $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .

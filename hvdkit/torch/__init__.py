@@ -49,7 +49,6 @@ from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
-from hvdkit.torch.every_step import count_steps
 from hvdkit.torch.from_loader import Wanted
 from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
@@ -255,7 +254,7 @@ def broadcast_state(
     if buffers == "each step" and hvd.size() > 1:
         broadcast_each_step(model, root)
     if optimizer is not None:
-        count_steps(optimizer)
+        averaging.count_steps(optimizer)
         passes.look_at_weights(model, state.sample_of)
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.observe import trackers
-from hvdkit.observe.progress import Progress, bar
-from hvdkit.observe.trackers import tracker
+from hvdkit.observe.trackers import Progress, bar, tracker
 
 
 def train(name, directory, first, steps, report=None):

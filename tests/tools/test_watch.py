@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hvdkit import cli
-from hvdkit.observe.progress import span_text
+from hvdkit.observe.trackers import span_text
 from hvdkit.run.watch import view
 from hvdkit.run.watch.history import Reader
 from hvdkit.run.watch.results import look

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hvdkit.common.files import replacing
 from hvdkit.common.units import bytes_text, duration_text, number_text, printable, ranks_text, share_text, shortened
-from hvdkit.observe.progress import bar, span_text
+from hvdkit.observe.trackers import bar, span_text
 from hvdkit.run.watch.history import HistoryWindow
 from hvdkit.run.watch.results import RankNow, Watched
 

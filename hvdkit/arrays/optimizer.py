@@ -111,7 +111,6 @@ class Reduce:
                 self._head.fill(0)
             step_times.ready()
             passes.stepped()
-            passes.stepped()
             self._add_up()
             self._head_is_zero = self._head.item(_UNUSUAL) == 0  # who writes elsewhere in the head writes there, too
             if self._head_is_zero:

@@ -9,11 +9,14 @@ counts in which gradients were not switched off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet, ref
 
 _steps: dict[str, int] = {}
 _counters: list[Callable[[], int]] = []
+_waits: list[Callable[[], object]] = []
+_fits: list[int] = []
 _models: dict[int, tuple[ref[Any], Callable[[Any], bytes]]] = {}
 _recent: dict[Pass, None] = {}
 """Passes that gave a batch since the last step, in the order of their last batches."""
@@ -21,13 +24,16 @@ _settled: list[int] = []
 """How many steps were taken when ``_recent`` was looked at last."""
 
 
-def expect_steps(counter: Callable[[], int] | None = None) -> None:
+def expect_steps(counter: Callable[[], int] | None = None, wait: Callable[[], object] | None = None) -> None:
     """There is an optimizer whose steps are seen: from now on a pass without a step is no epoch.
 
     Args:
         counter: says how many there were, where they are not told to ``stepped``.
+        wait: returns when all steps that were begun have been told; where they run behind the program.
     """
     _steps.setdefault("told", 0)
+    if wait is not None and wait not in _waits:
+        _waits.append(wait)
     if counter is not None and counter not in _counters:
         _settled[:] = [sum(_settled) + counter()]
         _counters.append(counter)
@@ -36,6 +42,22 @@ def expect_steps(counter: Callable[[], int] | None = None) -> None:
 def stepped(*_: Any) -> None:
     """An optimizer has stepped."""
     _steps["told"] = _steps.get("told", 0) + 1
+
+
+def stepped_behind() -> None:
+    """An optimizer has stepped, some time after the program began that step."""
+    if not _fits:
+        stepped()
+
+
+@contextmanager
+def fit() -> Iterator[None]:
+    """In here Keras' ``fit`` trains, and tells its loader of each step by ``Pass.train``."""
+    _fits.append(1)
+    try:
+        yield
+    finally:
+        _fits.pop()
 
 
 def look_at_weights(model: Any, sample: Callable[[Any], bytes]) -> None:
@@ -57,6 +79,13 @@ def go_on_elsewhere() -> None:
     """What steps there were belong to none of the passes so far: state was put back, or Keras' ``fit`` took them."""
     _recent.clear()
     _settled[:] = [_steps_taken()]
+
+
+def _settle_all() -> None:
+    """``_settle`` with every step that was begun, for which it waits."""
+    for wait in _waits:
+        wait()
+    _settle()
 
 
 def _steps_taken() -> int:
@@ -191,7 +220,7 @@ class Passes:
 
     def begin(self, start: Any, share: Any) -> Pass:
         """A pass from ``start`` on; those of zip(loader, loader), which begin together, have orders of their own."""
-        _settle()
+        _settle_all()
         for one in self._begun:
             one.is_open = one.is_open and one.is_counted
         for one in [one for one in _recent if one.passes is self and not one.is_open]:
@@ -206,7 +235,7 @@ class Passes:
 
     def epoch(self) -> Pass | None:
         """The last one that counts as an epoch."""
-        _settle()
+        _settle_all()
         if self._have_changed and _weights() == self._before:  # put back
             self.begin_at(self.base)
         return self.trained if _steps else self.last

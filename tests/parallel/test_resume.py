@@ -166,7 +166,7 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
     assert len(list(run.loader)) == STEPS - 4
 
 
-@on_ranks("torch", "tensorflow", "keras")
+@on_ranks("torch", "tensorflow", "keras", "keras-jax")
 def test_a_pass_without_a_step_is_no_epoch(hk, on, world, tmp_path):
     """Looks, train accuracy and a search for a learning rate, also where the training goes on in mid-epoch."""
     data, _ = digits()

@@ -103,7 +103,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
         try:
-            with sample_weight_check.weighing(model, weights):
+            with sample_weight_check.weighing(model, weights), passes.fit():
                 history = plain(*call.args, **call.kwargs)
             guard.check(model, "at the end")
             guard.done()

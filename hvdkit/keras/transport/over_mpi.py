@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
-from hvdkit.steps import agreement, starting, step_times
+from hvdkit.steps import agreement, passes, starting, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import BACKGROUND_POLL_S, OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
@@ -50,10 +50,12 @@ class HostBuffers(Transport):
 
         from hvdkit.keras.transport import jax_clips
 
+        passes.expect_steps(wait=jax.effects_barrier)
         name, ranks = naming(), self.host_ranks(process_set)
 
         def on_host(*buffers: Any) -> list[Array]:
             step_times.ready()
+            passes.stepped_behind()
             return [
                 self.allreduce(np.array(buffer), f"{name()}.{number}", options, process_set)
                 for number, buffer in enumerate(buffers)
@@ -62,6 +64,7 @@ class HostBuffers(Transport):
         def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:  # noqa: ARG001
             present = [gradient for gradient in gradients if gradient is not None]
             if not present or is_alone(ranks, self.size()):
+                jax.debug.callback(passes.stepped_behind)
                 return gradients
             refuse_clipped(present, is_clipped=jax_clips.is_clipped)
             groups = by_sent_type([str(gradient.dtype) for gradient in present], options)

@@ -122,32 +122,11 @@ def uncalled(text):
             yield lambda call=call: text.replace(call, call.func)
 
 
-@mistake("value-called", "world.rank becomes world.rank()")
-def called_value(text):
-    for node in text.nodes:
-        is_value = isinstance(node, ast.Attribute) and node.attr in ("rank", "size", "is_root", "local_rank")
-        if is_value and isinstance(node.value, ast.Name) and node.value.id == "world":
-            yield lambda node=node: text.replace(node, ast.Call(node, [], []))
-
-
 @mistake("init-missing", "the line that initialises the library is taken out")
 def no_init(text):
     for call in text.calls("init", "init_process_group"):
         if text.is_statement(call):
             yield lambda call=call: text.remove(call)
-
-
-@mistake("init-too-late", "the line that initialises the library goes to the end of its block")
-def late_init(text):
-    for call in text.calls("init", "init_process_group"):
-        statement = text.statement(call)
-        if not isinstance(text.parents[call], (ast.Expr, ast.Assign)):
-            continue
-        block = text.block(statement)
-        after = block[block.index(statement) + 1 :]
-        runs = [one for one in after if not isinstance(one, (ast.FunctionDef, ast.ClassDef))]
-        if any(LIBRARY.search(ast.unparse(one)) for one in runs):
-            yield lambda block=block, statement=statement: block.append(block.pop(block.index(statement)))
 
 
 # Devices and rate -------------------------------------------------------------------------------------------------
@@ -212,14 +191,6 @@ def undistributed(text):
             yield lambda call=call: text.replace(call, call.args[0])
 
 
-@mistake("distributed-twice", "the wrapper is put around its own result")
-def twice(text):
-    for call in text.calls(*WRAPPERS):
-        if call.args and not text.is_statement(call):
-            inner = ast.Call(call.func, list(call.args), list(call.keywords))
-            yield lambda call=call, inner=inner: call.args.__setitem__(0, inner)
-
-
 @mistake("gradients-not-averaged-yet", "gradients are clipped after backward")
 def early_clip(text):
     for call in text.calls("backward") if _is_horovods(text) else []:
@@ -243,31 +214,6 @@ def closure(text):
             yield lambda call=call, given=given: call.args.append(given)
 
 
-@mistake("schedule-of-replaced-optimizer", "a schedule is made before the wrapper, and a state loaded after")
-def early_schedule(text):
-    for call in text.calls("DistributedOptimizer") if _is_horovods(text) else []:
-        statement = text.statement(call)
-        if isinstance(statement, ast.Assign) and call.args:
-            wrapped, made = ast.unparse(statement.targets[0]), ast.unparse(call.args[0])
-            before = ast.parse(f"schedule = torch.optim.lr_scheduler.StepLR({made}, 1)").body
-            after = ast.parse(f"{wrapped}.load_state_dict(torch.load('last.pt'))").body
-            yield lambda statement=statement, new=(*before, statement, *after): text.splice(statement, list(new))
-
-
-@mistake("unknown-to-optimizer", "hvdkit's optimizer is told to synchronize, Horovod's to set gradients to None")
-def unknown(text):
-    if "hvdkit.torch" in text.source and "DistributedDataParallel" not in text.source:
-        for call in text.calls("backward"):
-            names = re.findall(r"(\b[\w.]*optimizer)\.step\(\)", text.source)
-            if text.is_statement(call) and names:
-                new = ast.parse(f"{names[0]}.synchronize()").body
-                yield lambda call=call, new=new: text.splice(text.statement(call), [text.statement(call), *new])
-    for call in text.calls("zero_grad") if _is_horovods(text) else []:
-        if "optim" in ast.unparse(call) and not call.keywords:
-            none = ast.keyword("set_to_none", ast.Constant(True))
-            yield lambda call=call, none=none: call.keywords.append(none)
-
-
 def _is_horovods(text):
     """Whether gradients are averaged by Horovod's own optimizer for PyTorch."""
     return "horovod.torch" in text.source and bool(text.calls("DistributedOptimizer"))
@@ -285,38 +231,12 @@ def keras_3(text):
         yield from _without_keras_2(text)
 
 
-@mistake("keras-3-variables", "the line that asks for the Keras that Horovod knows is taken out")
-def keras_3_variables(text):
-    if text.calls("DistributedGradientTape"):
-        yield from _without_keras_2(text)
-
-
-@mistake("keras-3-callback", "Horovod's callback for metrics is put before hvdkit's")
-def horovods_callback(text):
-    for call in text.calls("BroadcastState") if "hvdkit.keras" in text.source else []:
-        if isinstance(text.parents[call], ast.List):
-            new = ast.parse("horovod.keras.callbacks.MetricAverageCallback()", mode="eval").body
-
-            def change(listed=text.parents[call].elts, new=new):
-                text.tree.body[1:1] = ast.parse("import horovod.keras").body
-                listed.insert(0, new)
-
-            yield change
-
-
-@mistake("removed", "compile gets an argument of Keras 2")
-def removed_argument(text):
-    for call in text.calls("compile") if "TF_USE_LEGACY_KERAS" not in text.source else []:
-        if any(one.arg == "optimizer" for one in call.keywords):
-            old = ast.keyword("experimental_run_tf_function", ast.Constant(False))
-            yield lambda call=call, old=old: call.keywords.append(old)
-
-
-@mistake("resume-on-some-ranks", "the root alone backs up instead of saving")
-def backup_on_root(text):
-    for call in text.calls("ModelCheckpoint") if "horovod" in text.source else []:
-        if isinstance(call.func, ast.Attribute):
-            yield lambda call=call: setattr(call.func, "attr", "BackupAndRestore")
+@mistake("tensorflow-1", "the optimizer becomes one of TensorFlow 1")
+def graphs(text):
+    for call in text.calls("Adam", "SGD", "Adadelta"):
+        if re.match(r"(tf|keras)\.", ast.unparse(call.func)) and "import tensorflow as tf" in text.source:
+            old = ast.parse("tf.compat.v1.train.AdamOptimizer", mode="eval").body
+            yield lambda call=call, old=old: setattr(call, "func", old)
 
 
 # State ------------------------------------------------------------------------------------------------------------
@@ -491,14 +411,6 @@ def local_part(text):
             yield lambda value=value, local=local: text.replace(value, local)
 
 
-@mistake("sampler-without-ranks", "the sampler is not told size and rank")
-def untold_sampler(text):
-    for call in text.calls("DistributedSampler"):
-        told = [one for one in call.keywords if one.arg in ("num_replicas", "rank")]
-        if "horovod" in text.source and (told or len(call.args) == 3):
-            yield lambda call=call: _untell(call)
-
-
 def _untell(call):
     call.args = call.args[:1]
     call.keywords = [one for one in call.keywords if one.arg not in ("num_replicas", "rank")]
@@ -534,13 +446,6 @@ def undivided(text):
         if ".fit(" in text.source and len(call.args) >= 2 and "steps_per_epoch=steps" in text.source:
             count = ast.BinOp(call.args[0], ast.FloorDiv(), call.args[1])
             yield lambda call=call, count=count: text.replace(call, count)
-
-
-@mistake("steps-differ", "the rank is added to the number of steps")
-def differing(text):
-    for node in _counts(text):
-        rank = ast.parse("hvd.rank()", mode="eval").body
-        yield lambda node=node, rank=rank: text.replace(node, ast.BinOp(node, ast.Add(), rank))
 
 
 @mistake("metrics-not-averaged", "the mean over the ranks becomes the value of one rank")
@@ -582,16 +487,6 @@ def every_download(text):
     for node in text.nodes:
         if isinstance(node, (ast.If, ast.With)) and "download=True" in "".join(map(ast.unparse, node.body)):
             yield lambda node=node: text.splice(node, node.body)
-
-
-@mistake("download-without-barrier", "the barrier after the download is taken out")
-def unawaited(text):
-    for call in text.calls("barrier"):
-        statement = text.statement(call)
-        block = text.block(statement)
-        before = block[block.index(statement) - 1] if text.is_statement(call) and block.index(statement) else None
-        if isinstance(before, ast.If) and "download=True" in ast.unparse(before):
-            yield lambda call=call: text.remove(call)
 
 
 @mistake("collective-on-some-ranks", "a call of all ranks goes under a condition on the rank")

@@ -4,7 +4,6 @@ import ast
 import difflib
 import os
 import re
-import stat
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -318,7 +317,7 @@ def test_data_that_fit_trains_and_evaluates_on_stay(use: str) -> None:
         ("import horovod.torch as hvd\nif input():\n    hvd.init()\nprint(hvd.rank())\n", "on a condition"),
         ("import horovod.torch as hvd\nhvd.init()\nhvd.init()\n", "several places"),
         ("import horovod.torch as hvd\nimport horovod.tensorflow as h\nhvd.init()\nh.init()\n", "several of Horovod"),
-        ("import horovod.spark as hvd\nhvd.run(print)\n", "starts its ranks"),
+        ("import horovod.spark as hvd\nhvd.run(print)\n", "Horovod on Spark or Ray distributes"),
         ("import accelerate\nimport torch\n", "Accelerate distributes it"),
         (
             "import horovod.tensorflow as hvd\nimport tensorflow as tf\nhvd.init()\ne = tf.estimator.Estimator(f)\n"
@@ -371,13 +370,9 @@ def test_the_topology_is_global_before_it_is_bound() -> None:
     compile(content, "train.py", "exec")
 
 
-@pytest.mark.parametrize(
-    ("names", "left"),
-    [("allreduce, init, rank", "allreduce"), ("(\n    allreduce,\n    init,\n    rank,\n)", "(\n    allreduce,\n)")],
-)
-def test_an_import_keeps_the_names_that_are_used(names: str, left: str) -> None:
-    made = after(f"from horovod.torch import {names}\ninit()\nprint(allreduce(rank()))\n")
-    assert made.startswith(f"from horovod.torch import {left}\n")
+def test_an_import_stays_while_one_of_its_names_is_used() -> None:
+    made = after("from horovod.torch import allreduce, init, rank\ninit()\nprint(allreduce(rank()))\n")
+    assert made.startswith("from horovod.torch import allreduce, init, rank\n")
     assert made.endswith("world = hk.init()\nprint(allreduce(world.rank))\n")
 
 
@@ -398,11 +393,11 @@ def test_a_compile_that_is_reached_twice_loses_one_argument() -> None:
     assert "    model.compile('sgd', loss='mse')\n" in made
 
 
-def test_the_import_of_images_that_shares_its_line_is_listed() -> None:
+def test_what_keras_3_does_not_take_is_listed() -> None:
+    content = "import horovod.keras as hvd\nimport keras\n{}\nhvd.init()\nkeras.optimizers.SGD({})\n"
     images = "from keras.preprocessing.image import ImageDataGenerator"
-    content = f"import horovod.keras as hvd\n{images}{{}}\nhvd.init()\nflow = ImageDataGenerator()\n"
-    assert "from tensorflow.keras.preprocessing.image" in after(content.format(""))
-    assert "shares its line" in one_reason(content.format("; import os"))
+    assert "has no keras.preprocessing.image" in one_reason(content.format(images, "0.1"))
+    assert "does not take decay=" in one_reason(content.format("", "0.1, decay=0.1"))
 
 
 # Odd scripts ----------------------------------------------------------------------------------------------------------
@@ -600,15 +595,6 @@ text)
 -hvd.rank()} {hvd.rank() == 0}''')
 +    print(f'é {world.rank!r:>{world.size}} {{hvd}}' f'''{
 +world.rank} {world.is_root}''')""", ""),
-    ("names behind backslashes", HOROVOD, "import torch\n",
-     "import torch\n"
-     "from horovod.torch import rank, \\\n  allreduce, \\\n  size\nprint(allreduce(rank()), size())\n", """\
--from horovod.torch import rank, \\
--  allreduce, \\
--  size
--print(allreduce(rank()), size())
-+from horovod.torch import allreduce
-+print(allreduce(world.rank), world.size)""", ""),
     ("messages", DDP, TWO, TWO + "    dist.all_reduce(loss[: dist.get_world_size()])\n"
      "    dist.broadcast(loss, src=dist.get_world_size() - 1)  # c\n    dist.barrier(); dist.barrier()\n", """\
 +import horovod.torch as hvd
@@ -687,35 +673,21 @@ def test_one_change_that_does_not_fit_is_listed_and_all_others_are_made(monkeypa
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(HEAD + LOOP)
-    path.chmod(0o750)
     return path
 
 
-def test_the_input_is_written_over_only_when_asked(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_input_is_never_written_over(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["port", str(script)]) == 0
     output = capfd.readouterr()
     assert "hk.shard" in output.out and "Nothing is left" in output.err and "Nothing is left" not in output.out
-    assert cli.run(["port", str(script), "--diff"]) == 0
-    output = capfd.readouterr().out
-    assert output.startswith(f"--- {script}") and "+loader = hk.shard" in output
-    script.write_text("\ufeff" + HEAD + LOOP + "\f\nprint('\u2028')", encoding="utf-8")
-    assert cli.run(["port", str(script), "--diff"]) == 0
-    lines = capfd.readouterr().out.split("\n")[:-1]
-    assert all(line[0] in "-+ @\\" for line in lines) and "+    print('\u2028')" in lines
-    script.write_text(HEAD + LOOP)
     link = script.with_name("link.py")
     link.symlink_to(script)
     for target in (script, link):
         assert cli.run(["port", str(script), "-o", str(target)]) == 2
         assert "is the input" in capfd.readouterr().err
-    assert script.read_text() == HEAD + LOOP
     made = script.with_name("made.py")
     assert cli.run(["port", str(script), "-o", str(made)]) == 0
-    assert cli.run(["port", str(script), "--in-place"]) == 0
-    assert script.read_bytes() == made.read_bytes() != (HEAD + LOOP).encode()
-    assert stat.S_IMODE(script.stat().st_mode) == 0o750
-    assert cli.run(["port", str(script), "--in-place"]) == 0
-    assert script.read_bytes() == made.read_bytes()
+    assert made.read_text() == output.out and script.read_text() == HEAD + LOOP
 
 
 LOADED = LOOP.replace("in loader", "in mylib.load(2)").replace("loader = DataLoader(data, batch_size=2)\n", "")
@@ -751,9 +723,8 @@ def test_a_step_that_the_text_leaves_open_is_said_and_not_called_done(
 
 def test_exit_status_and_misuse(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text(HEAD + LOOP.replace("for epoch", "device = 'cuda:0'\nfor epoch"))
-    assert cli.run(["port", str(script), "--diff"]) == 1
+    assert cli.run(["port", str(script)]) == 1
     assert "line 12: 'cuda:0' is the same GPU on every rank." in capfd.readouterr().err
-    assert cli.run(["port", str(script), "--diff", "--in-place"]) == 2
     script.write_text("def (:\n")
     capfd.readouterr()
     assert cli.run(["port", str(script)]) == 2

@@ -150,25 +150,6 @@ def test_what_is_looked_at_or_evaluated_before_the_first_step_is_no_epoch():
     assert [(one["rows"], one["why"]) for one in seen.made.epochs] == [(4, "")]
 
 
-def test_where_the_script_itself_does_not_run_one_rank_stands_for_it(monkeypatch, ported):
-    usual = {"ours-1": [recording()], "ours-2": [recording(rank, 2) for rank in (0, 1)], "theirs-2": [recording()]}
-
-    def recorded(self, what, name, ranks, **given):
-        if name not in usual:
-            raise trial._Failed(f"Failed: {what} ended.")
-        assert ranks == int(name[-1]) or (name, ranks) == ("theirs-2", 1)
-        return usual[name]
-
-    monkeypatch.setattr(trial._Runs, "run", recorded)
-    found = trial.attempt(ported, (), 3, 10.0)
-    assert not found.ok and found.verdict.startswith(
-        "Failed: the script itself ended.\n2 ranks are compared with 1 rank"
-    )
-    assert "6 samples, each once" in found.lines[0] and "bit for bit those of one process" in found.lines[1]
-    usual["ours-2"] = [recording(rank, 2, samples=range(3)) for rank in (0, 1)]
-    assert "instead: Differs: in an epoch" in trial.attempt(ported, (), 3, 10.0).verdict
-
-
 def test_ranks_on_the_same_batches_are_no_training_on_shards(monkeypatch, ported):
     seen = Trial(WantedTrial("", 9), 0)
     seen.batch(iter([np.arange(4)]).__next__)
@@ -233,7 +214,7 @@ def test_the_command_says_the_verdict_and_ends_by_it(tmp_path, monkeypatch, capf
     assert "runs only with --try" in capfd.readouterr().err
     monkeypatch.undo()
     path.write_text("print(1)\n")
-    assert cli.run(["port", str(path), "--diff", "--try"]) == 1
+    assert cli.run(["port", str(path), "--try"]) == 1
     assert "Nothing was tried" in capfd.readouterr().err
 
 

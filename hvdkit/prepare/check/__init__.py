@@ -11,9 +11,11 @@ its turn. Whatever the text does not settle is said to be undecided.
     calls.py           what the text of a call says, and which argument fills which parameter
     flow.py            where a value can come from: names, the assignments that reach a use, functions, objects
     trace.py           the calls in the order in which they run, with the conditions they run under
-    case.py            a script as steps and rules see it: ranks, optimizers, loops over data, what each rank trains on
+    case.py            a script as steps and rules see it: ranks, optimizers, loops over data
+    parts.py           what each rank trains on
     steps.py           the table of the eight steps, and what is said of each
-    rules.py           the table of rules: a script in, lines out; its rows are functions of find.py and removed.py
+    rules.py           the table of rules: a script in, lines out
+    find.py            the functions of its rows; find_metrics.py and find_branches.py those of two large ones
     report.py          as text and as JSON
     cli.py             the command ``hvdkit check``
 """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from hvdkit.prepare.check import libraries
-from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, makes_object, method, receiver, word
-from hvdkit.prepare.check.flow import LOOPS, Flow, everything, remembered
-from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, RANKS, SAMPLERS, VARIABLES, Role, role
+from hvdkit.prepare.check.calls import argument, arguments, has_stars, makes_object, method, receiver, word
+from hvdkit.prepare.check.flow import LOOPS, Flow, remembered
+from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, RANKS, VARIABLES, Role, role
 from hvdkit.prepare.check.trace import Condition, Event, Tracer
 
 _TOPOLOGY = {
@@ -37,21 +37,15 @@ _HOLDERS = {
 _HOLDER_NAMES = re.compile(r"(^|[._])(model|net|network|optimizer|optim|opt)$")
 _COUNTS = re.compile(r"((enumerate|tqdm|reversed)\()*[\w.]*range\(")
 """``range(...)`` and ``enumerate(range(...))``: numbers, not data."""
-_SEEDS = (
-    "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed", "tensorflow.set_random_seed",
-    "keras.utils.set_random_seed", "numpy.random.default_rng", "numpy.random.RandomState",
-)  # fmt: skip
-_RANDOM = re.compile(
-    r"(?=torch\.rand|numpy\.random\.|tensorflow\.random\.|keras\.random\.|random\.)"
-    r"(.*\.)?(?!randperm$|random_split$)(rand|normal|uniform|standard_normal)\w*$"
+_TENSORFLOW_1 = re.compile(
+    r"tensorflow\.(compat\.v1\.)?(estimator|contrib|layers|placeholder|InteractiveSession|get_variable"
+    r"|variable_scope|(global|local)_variables_initializer|get_default_graph|reset_default_graph|app"
+    r"|train\.(\w*Optimizer|\w+Hook|Monitored\w*Session|Supervisor|Saver|Scaffold"
+    r"|(get_|create_|get_or_create_)?global_step|\w*batch))\b.*"
+    r"|tensorflow\.compat\.v1\.(Session|disable_(eager_execution|v2_behavior|v2_tensorshape))"
+    r"|keras\.losses\.\w+_cross_entropy|horovod\.tensorflow\.(broadcast_global_variables|\w+Hook)"
 )
-"""What makes up data; ``numpy.random.permutation`` and seeds only order them."""
-_NOT_DATA = {"collate_fn", "worker_init_fn", "generator"}
-
-SHARDED = "sharded"
-DRAWN = "drawn"
-WHOLE = "whole"
-UNCLEAR = "unclear"
+"""TensorFlow 1's way to train."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +61,6 @@ class Update:
     event: Event
     optimizer: ast.expr
     gradients: ast.expr | None = None
-
-
-@dataclass(frozen=True)
-class DataPart:
-    """What one rank gets of one data set for training.
-
-    Attributes:
-        kind: SHARDED, DRAWN (each rank draws at random from everything, for its share of the steps), WHOLE or UNCLEAR.
-        lines: where that is decided.
-        why: for UNCLEAR and DRAWN.
-        balanced: every rank gets the same number of batches whatever the sizes are.
-    """
-
-    kind: str
-    lines: tuple[int, ...]
-    why: str = ""
-    balanced: bool = False
 
 
 class Case(Flow):
@@ -112,6 +89,8 @@ class Case(Flow):
     def library(self) -> str:
         """The library that distributes the training: "hvdkit", "horovod", "ddp" or "none"."""
         kinds = {libraries.library_of(name) for name in self.used}
+        if any(name.startswith(("horovod.spark", "horovod.ray")) for name in self.used):
+            return "none"  # the text is not that of every rank
         if libraries.STARTS_DDP in self.used:
             return "ddp"
         return next((name for name in ("hvdkit", "horovod", "ddp") if name in kinds), "none")
@@ -137,10 +116,18 @@ class Case(Flow):
         return sorted(way for way in found if way is not None)
 
     @cached_property
-    def runner(self) -> str | None:
-        """What starts the ranks from within this script, so that its text is not that of every rank."""
-        found = (name for name in self.used if name.startswith(("horovod.spark", "horovod.ray")))
-        return next((".".join(name.split(".")[:2]) for name in found), None)
+    def asks_for_keras_2(self) -> bool:
+        """Whether the script asks for the Keras that Horovod was made for."""
+        legacy = any(isinstance(node, ast.Constant) and node.value == "TF_USE_LEGACY_KERAS" for node in self.nodes)
+        imports = {name.split(".")[0] for name in self.imported}
+        return legacy or "tf_keras" in imports or any(".legacy" in name for name in self.used)
+
+    @cached_property
+    def of_tensorflow_1(self) -> list[Event]:
+        """The events that train as TensorFlow 1 did, unless the version is asked for."""
+        found = [event for event in self.events if _TENSORFLOW_1.fullmatch(self.name(event.node))]
+        asks = re.compile(r"__version__|hasattr")
+        return [one for one in found if not any(asks.search(ast.unparse(guard.test)) for guard in one.guards)]
 
     # What a call is for -----------------------------------------------------------------------------------------------
 
@@ -232,13 +219,9 @@ class Case(Flow):
         """Where an event happens, as far as the text says: "every rank", "some ranks" or "unknown"."""
         if any(self.splits_ranks(guard) for guard in event.guards):
             return "some ranks"
-        if not self.on_ranks(event) or not event.reached or any(self._is_unclear(guard) for guard in event.guards):
+        if not event.reached or any(self._is_unclear(guard) for guard in event.guards):
             return "unknown"
         return "every rank"
-
-    def on_ranks(self, event: Event) -> bool:
-        """Whether an event is one of the ranks, and not of a driver that hands them a function."""
-        return not self.runner or any(self.function_arguments(call) for call in event.stack)
 
     def splits_ranks(self, guard: Condition) -> bool:
         """Whether a condition may be true on one rank and false on another."""
@@ -467,158 +450,6 @@ class Case(Flow):
     def epochs_around(self, event: Event, loop: ast.AST) -> bool:
         """Whether a loop over data runs again and again: it is inside of another loop."""
         return any(isinstance(outer, LOOPS) for outer in event.loops[: event.loops.index(loop)])
-
-    # What each rank trains on -----------------------------------------------------------------------------------------
-
-    @cached_property
-    def parts(self) -> list[DataPart]:
-        """The part of each data set that the script trains on; ``dataset.take(1)`` is a first step and no training."""
-        found = []
-        for loop, steps in self.training_loops.items():
-            takes = [one for one in self.calls(*self.drawn_from(loop)) if method(one) == "take"]
-            if not any(is_constant(argument(call, "count", 0), 1) for call in takes):
-                found.append(self.loop_part(loop, steps))
-        fits = [event for event in self.fits if not is_constant(argument(event.node, "steps_per_epoch"), 1)]
-        return found + [self.fit_part(event) for event in fits]
-
-    def loop_part(self, loop: ast.AST, steps: list[Event]) -> DataPart:
-        """The part of what a loop goes over, from the training steps in it."""
-        for guard in (guard for event in steps for guard in event.guards):
-            inside = loop in self.ancestors(guard.test) and guard.test is not getattr(loop, "test", None)
-            if inside and self.splits_ranks(guard):
-                return DataPart(SHARDED, (guard.test.lineno,))
-        sources = self.sources(loop)
-        loaders = [call for call in sources if self.name(call) in LOADERS]
-        if loaders:
-            parts = [self._loader_part(call, steps) for call in loaders]
-            order = (WHOLE, UNCLEAR, DRAWN, SHARDED)
-            return min(parts, key=lambda part: order.index(part.kind))
-        lines = tuple(sorted({call.lineno for call in sources}))
-        return self._part_of(self.drawn_from(loop), lines, self.has_size(*over(loop), through=True))
-
-    def _loader_part(self, loader: ast.Call, steps: list[Event]) -> DataPart:
-        given = [*loader.args, *(one.value for one in loader.keywords if one.arg not in _NOT_DATA)]
-        if samplers := self.made_by(SAMPLERS, *given, through=True):
-            return DataPart(SHARDED, (*(call.lineno for call in samplers), loader.lineno), balanced=True)
-        around = [one.iter for event in steps for one in event.loops if isinstance(one, (ast.For, ast.AsyncFor))]
-        whole = [one for one in around if "islice" not in ast.unparse(one) and self.made_by(LOADERS, one, through=True)]
-        divided = self.has_size(*(one for one in around if one not in whole), through=True)
-        return self._part_of(given, (loader.lineno,), divided, passes_once=True)
-
-    def fit_part(self, event: Event) -> DataPart:
-        """The part of what Keras' ``fit`` is given."""
-        call = event.node
-        given = [argument(call, "x", 0), argument(call, "generator"), argument(call, "y", 1)]
-        known = [one for one in given if one is not None]
-        if not known:
-            return DataPart(UNCLEAR, (call.lineno,), "what fit is given the text does not show")
-        divided = self.has_size(argument(call, "steps_per_epoch"), argument(call, "epochs"), through=True)
-        return self._part_of(known, (call.lineno,), divided, arrays=True)
-
-    def _part_of(
-        self,
-        given: Sequence[ast.expr],
-        lines: tuple[int, ...],
-        divided: bool,
-        passes_once: bool = False,
-        arrays: bool = False,
-    ) -> DataPart:
-        """Which part of the data a rank reads through these expressions.
-
-        ``divided``: whether its steps are divided by ranks.
-        """
-        if sharding := self.shard_lines(*given):
-            makers = self.calls(*given, through=True)
-            return DataPart(SHARDED, tuple(sharding), balanced=any(self.role(call) == Role.SHARD for call in makers))
-        doubt = next((why for one in given if (why := self._doubt(one))), "")
-        if doubt:
-            return DataPart(UNCLEAR, lines, doubt)
-        lines = tuple(call.lineno for call in self.tf_sources(*given)[:1]) or lines
-        if not divided:
-            return DataPart(WHOLE, lines)
-        if passes_once:
-            return DataPart(UNCLEAR, lines, "the number of processes shortens its loop")
-        shuffled = self._is_shuffled(given[0], arrays)
-        if shuffled and not self.fixed_seed(given):
-            why = "each rank draws at random from the whole data set, for its share of the steps"
-            return DataPart(DRAWN, lines, why)
-        kind = UNCLEAR if shuffled is None else WHOLE
-        return DataPart(kind, lines, "whether the data are shuffled the text does not say")
-
-    def shard_lines(self, *nodes: ast.AST | None) -> list[int]:
-        """The lines that make values this rank's part."""
-        reached = [one for one in self.reach(*nodes, through=True) if isinstance(one, (ast.expr, ast.arg))]
-        return sorted({one.lineno for one in reached if self._shards(one)})
-
-    def _shards(self, node: ast.AST) -> bool:
-        if self.kind(node) in RANKS:  # unless it is an option of something else: a device, a message
-            call = next((one for one in self.ancestors(node) if isinstance(one, ast.Call)), None)
-            shown = method(call) in ("to", "cuda", "device") or self.name(call) == "builtins.print" if call else False
-            if not shown:
-                return True
-        if not isinstance(node, ast.Call):
-            names = ("rank", "local_rank", "worker_rank", "global_rank")
-            return isinstance(node, (ast.Name, ast.arg)) and word(node) in names
-        if self.role(node) == Role.SHARD or self.name(node) in SAMPLERS:
-            return True
-        if method(node) == "shard" and len(arguments(node)) >= 2:
-            return True
-        made = self.class_of(node)
-        own = self.function_arguments(node) if made is None else [made]
-        return any(self.kind(inside) in (Role.RANK, Role.SPAWNED) for one in own for inside in ast.walk(one))
-
-    def _doubt(self, node: ast.expr) -> str:
-        """Why it is not clear what a value holds; "" where the text shows it."""
-
-        def made_from(call: ast.Call) -> list[ast.Call]:
-            """What data sets of ``torch.utils.data`` and ``tf.data`` were made from."""
-            wraps = self.name(call).startswith(("torch.utils.data.", "tensorflow.data."))
-            of_object = isinstance(call.func, ast.Attribute) and not self.name(call)
-            return self.calls(*(call.args[:1] if wraps else []), receiver(call) if of_object else None)
-
-        for call in dict.fromkeys(one for made in self.calls(node) for one in everything(made, made_from)):
-            if self.is_opaque(call):
-                return f"the data come from {ast.unparse(call.func)}, which is not in this text"
-        for one in self.reach(node):
-            if isinstance(one, ast.arg) and not self.arguments_for(one) and one.arg not in ("self", "cls"):
-                return f"the data come from a caller that is not in this text ({one.arg})"
-            if isinstance(one, ast.Constant) and one.value is ...:
-                return "the data are left out of this text"
-        calls = [event.node for event in self.events]
-        seeds = [call for call in calls if self.name(call) in _SEEDS or method(call) == "manual_seed"]
-        if self.has_rank(*(one for call in seeds for one in call.args)):
-            return "each rank has a seed of its own"
-        drawn = self.calls(node, through=True)
-        own = [klass for call in drawn if (klass := self.class_of(call)) is not None]
-        drawn += [one for klass in own for one in ast.walk(klass) if isinstance(one, ast.Call)]
-        if any(_RANDOM.match(self.name(call)) for call in drawn) and not self.fixed_seed([node]):
-            return "each rank makes random data of its own"
-        return ""
-
-    def tf_sources(self, *nodes: ast.expr) -> list[ast.Call]:
-        """The calls of ``tf.data`` and ``tensorflow_datasets`` that values are made by."""
-        calls = self.calls(*nodes, through=True)
-        return [call for call in calls if self.name(call).startswith(("tensorflow.data.", "tensorflow_datasets."))]
-
-    def _is_shuffled(self, node: ast.expr, arrays: bool) -> bool | None:
-        """Whether the order is random; None where the text does not say. Keras shuffles arrays by itself."""
-        calls = self.calls(node, through=True)
-        if any(method(call) == "shuffle" and not self.name(call) for call in calls):
-            return True
-        if self.tf_sources(node):
-            return False
-        if flows := [call for call in calls if method(call).startswith("flow")]:
-            return not any(is_constant(argument(call, "shuffle"), False) for call in flows)
-        own = any(self.class_of(call) for call in self.calls(node))
-        return None if own or not arrays else True
-
-    def fixed_seed(self, given: Sequence[ast.expr]) -> bool:
-        """Whether all ranks draw the same random numbers."""
-        seeds = [argument(event.node, "seed", 0) for event in self.events if self.name(event.node) in _SEEDS]
-        calls = self.calls(*given, through=True)
-        seeds += [argument(call, "seed", 1) for call in calls if method(call) == "shuffle" and not self.name(call)]
-        seeds += [argument(call, "seed") for call in calls if method(call).startswith("flow")]
-        return any(seed is not None and not is_constant(seed, None) and not self.has_rank(seed) for seed in seeds)
 
 
 def over(loop: ast.AST) -> list[ast.expr]:

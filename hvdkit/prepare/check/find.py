@@ -1,4 +1,4 @@
-"""The rules' functions: a script in, the places that break a rule for certain out."""
+"""Rules about rank and size, GPUs, data, gradients and old versions: a script in, the places that break one out."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 
 from hvdkit.prepare.check import steps
-from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, makes_object, method, receiver, word
-from hvdkit.prepare.check.case import SHARDED, Update
-from hvdkit.prepare.check.flow import everything, remembered
-from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, RANKS, SAMPLERS, TOGETHER, Role, role
+from hvdkit.prepare.check.calls import argument, arguments, is_constant, makes_object, method, receiver, word
+from hvdkit.prepare.check.case import Update
+from hvdkit.prepare.check.flow import everything
+from hvdkit.prepare.check.libraries import NUMBERS, SAMPLERS, Role, role
 from hvdkit.prepare.check.steps import JudgedCase
-from hvdkit.prepare.check.trace import Condition, Event
+from hvdkit.prepare.check.trace import Event
 
 _FETCHES = (
     "urllib.request.urlretrieve", "wget.download", "gdown.download", "torch.hub.download_url_to_file",
@@ -28,22 +28,9 @@ _TAKE_NUMBERS = {
 _NUMBER_ARGUMENTS = {
     "rank", "num_replicas", "world_size", "num_shards", "index", "root_rank", "device_ids", "steps_per_epoch",
 }  # fmt: skip
-_GROUPS = {"process_set", "group", "process_group"}
-_ROOT = "root"
-_OTHERS = "others"
-_ONE = "one"
-_DEEPEST = 9
 _IN_STEP = "horovod.torch."
 """Whose optimizer averages gradients in ``step``, and not before."""
 _CLIPS = re.compile(r"(torch|timm)\..*clip_grad")
-_ARITHMETIC = re.compile(r"builtins\.(int|min|max|round)|math\.(ceil|floor)|numpy\.ceil")
-_SHOWS = {
-    "info", "debug", "warning", "log", "add_scalar", "add_scalars", "log_metric", "log_metrics", "echo", "write",
-    "print",
-}  # fmt: skip
-_METRIC = re.compile(
-    r"acc|loss|err|score|metric|f1|prec|recall|correct|mse|mae|top\d|auc|ppl|perplex|hits", re.IGNORECASE
-)
 
 
 # Functions for numbers ------------------------------------------------------------------------------------------------
@@ -108,30 +95,7 @@ def _is_number(case: JudgedCase, node: ast.AST) -> bool:
     return False
 
 
-def called_values(case: JudgedCase) -> Iterator[Event]:
-    """``world.rank()``: hvdkit's topology has numbers, not functions."""
-    for event in case.events:
-        if isinstance(event.node.func, ast.Attribute) and case.is_topology(event.node.func):
-            yield event
-
-
 # The start, GPUs, parts of the data -----------------------------------------------------------------------------------
-
-
-def before_init(case: JudgedCase) -> Iterator[Event]:
-    """The first call that needs the library, where it comes before init."""
-    starts = steps.starts(case)
-    if not starts or not starts[0].reached or "torch.distributed.rpc" in case.others:
-        return
-    root = case.name(starts[0].node).split(".")[0]
-    need = (*NUMBERS, *TOGETHER, Role.DISTRIBUTE, Role.PIN, Role.SCALE, Role.SHARD, Role.CHECKPOINTS)
-    for event in case.having(*need):
-        if event.order > starts[0].order or not event.reached:
-            return
-        asked = any(re.search("is_initialized|is_available", ast.unparse(guard.test)) for guard in event.guards)
-        if case.name(event.node).split(".")[0] == root and case.on_ranks(event) and not asked:
-            yield event
-            return
 
 
 def pinned_by_global_rank(case: JudgedCase) -> Iterator[ast.expr]:
@@ -162,16 +126,6 @@ def wrong_shards(case: JudgedCase) -> Iterator[Event]:
             yield event
 
 
-def sampler_without_ranks(case: JudgedCase) -> Iterator[ast.expr]:
-    """``DistributedSampler(dataset)`` in a script that has no process group of PyTorch."""
-    if case.library == "ddp" or any(name.startswith("torch.distributed.") for name in case.used) or case.strangers():
-        return
-    for call in (event.node for event in case.events if event.reached):
-        told = argument(call, "num_replicas", 1) is not None and argument(call, "rank", 2) is not None
-        if case.name(call) in SAMPLERS and not told and not has_stars(call):
-            yield call.func
-
-
 def stale_samplers(case: JudgedCase) -> Iterator[ast.Call]:
     """Samplers of a training over several epochs that are never told which epoch it is."""
     told = [case.made_by(SAMPLERS, receiver(event.node)) for event in case.methods("set_epoch")]
@@ -185,34 +139,6 @@ def stale_samplers(case: JudgedCase) -> Iterator[ast.Call]:
                 always = shuffle is None or is_constant(shuffle, True)
                 if always and not any(sampler in one for one in told) and not handed_on & {sampler, loader}:
                     yield sampler
-
-
-def differing_steps(case: JudgedCase) -> Iterator[int]:
-    """Lines where the number of steps is reckoned from the rank."""
-    for event in case.fits:
-        if _reckons_with_rank(case, argument(event.node, "steps_per_epoch")):
-            yield event.node.lineno
-    loops = {loop for event in case.steps for loop in event.loops if isinstance(loop, ast.For)}
-    for loop in sorted(loops, key=lambda one: one.lineno):
-        for call in case.calls(loop.iter):
-            counts = case.name(call) == "builtins.range" and len(call.args) == 1
-            takes = method(call) == "take" and not case.name(call) and call.args
-            if (counts or takes) and _reckons_with_rank(case, call.args[0]):
-                yield loop.lineno
-
-
-def _reckons_with_rank(case: JudgedCase, node: ast.AST | None) -> bool:
-    """Whether a rank is a term of a number; the length of a rank's part, which may well be equal on all, is not."""
-
-    def terms(one: ast.AST) -> list[ast.AST]:
-        if isinstance(one, ast.Call):
-            return list(one.args) if _ARITHMETIC.fullmatch(case.name(one)) else []
-        if isinstance(one, ast.Name):
-            return case.behind(one)
-        adds_up = isinstance(one, (ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare, ast.BoolOp))
-        return list(ast.iter_child_nodes(one)) if adds_up else []
-
-    return node is not None and any(case.kind(one) in RANKS for one in everything(node, terms))
 
 
 def downloads(case: JudgedCase) -> Iterator[Event]:
@@ -231,23 +157,6 @@ def _downloads(case: JudgedCase, call: ast.Call) -> bool:
     if name.startswith(("os.system", "os.popen", "subprocess.")):
         return any(isinstance(one, ast.Constant) and _FETCHERS.match(str(one.value)) for one in ast.walk(call))
     return name in _FETCHES or (name.startswith(_DATA_SETS) and is_constant(argument(call, "download"), True))
-
-
-def downloads_without_barrier(case: JudgedCase) -> Iterator[Event]:
-    """Downloads on one rank that the next use of the same data set on all ranks does not wait for."""
-    for event in case.events:
-        name = case.name(event.node)
-        if name in _FETCHES or not _downloads(case, event.node) or _side(case, event) is None or not event.reached:
-            continue
-        after = case.events[event.order + 1 :]
-        used = next((one for one in after if case.name(one.node) == name and not _downloads(case, one.node)), None)
-        if used is None or case.where(used) != "every rank":
-            continue
-        between = [one.node for one in after if one.order < used.order]
-        together = any(case.role(call) in (*TOGETHER, Role.INIT) for call in between)
-        unsure = any(case.is_opaque(call) or method(call) in ("sleep", "wait", "exists") for call in between)
-        if not together and not unsure:
-            yield event
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -318,25 +227,6 @@ def _unwrapped_models(case: JudgedCase) -> Iterator[Event]:
             yield event
 
 
-def distributed_twice(case: JudgedCase) -> Iterator[Event]:
-    """Wrappers around what is wrapped already, and updates of averaged gradients by an optimizer that averages."""
-    for event in case.having(Role.DISTRIBUTE):
-        inner = event.node.args[0] if event.node.args else argument(event.node, "optimizer")
-        if event.reached and any(call is not event.node for call in case.having_made(inner, Role.DISTRIBUTE)):
-            yield event
-    for between, update in _passes(case):
-        if _is_synchronized(between) and not _skips_synchronizing(case, update.event):
-            yield update.event
-    for update in (one for one in case.updates if one.event.reached):
-        optimizers = case.having_made(update.optimizer, Role.DISTRIBUTE)
-        made = case.having_made(update.gradients, Role.DISTRIBUTE, through=True)
-        tapes = [one for one in made if one not in optimizers]
-        ways = [event for event in case.events if event.node in [*optimizers, *tapes]]
-        conditional = any(not guard.wraps for event in ways for guard in event.guards)
-        if optimizers and tapes and not conditional:
-            yield update.event
-
-
 def _averages_in_step(case: JudgedCase, optimizer: ast.expr) -> bool:
     made = _distributors(case, optimizer)
     return any(case.name(call).startswith(_IN_STEP) and case.operations(call) != {"adasum"} for call in made)
@@ -403,34 +293,6 @@ def closures(case: JudgedCase) -> Iterator[Event]:
             yield update.event
 
 
-def left_schedules(case: JudgedCase) -> Iterator[Event]:
-    """Schedules of an optimizer that was replaced by one which gets other parameter groups afterwards."""
-    regrouped = [receiver(event.node) for event in case.methods("load_state_dict", "add_param_group")]
-    regrouped += [one for event in case.having(Role.ELASTIC) if (one := argument(event.node, "optimizer", 1))]
-    changed = set(case.calls(*regrouped))
-    for event in case.events:
-        optimizer = argument(event.node, "optimizer", 0)
-        if ".lr_scheduler." not in case.name(event.node) or optimizer is None or not event.reached:
-            continue
-        made = _optimizers(case, optimizer)
-        for later in case.having(Role.DISTRIBUTE):
-            replaces = case.name(later.node).startswith(_IN_STEP) and later.order > event.order
-            if replaces and later.node in changed and made & _optimizers(case, _first(later.node)):
-                yield event
-
-
-def unknown_calls(case: JudgedCase) -> Iterator[Event]:
-    """Horovod's methods of an optimizer that is PyTorch's own, and PyTorch's argument of a method of Horovod's."""
-    for event in case.methods("zero_grad", "synchronize", "skip_synchronize", "set_backward_passes_per_step"):
-        made = _distributors(case, receiver(event.node))
-        in_step = [case.name(call).startswith(_IN_STEP) or case.operations(call) == {"adasum"} for call in made]
-        is_unknown = bool(made) and not any(in_step)
-        if method(event.node) == "zero_grad":
-            is_unknown = any(in_step) and bool(arguments(event.node))
-        if is_unknown and event.reached:
-            yield event
-
-
 # The state that is sent, and backups ----------------------------------------------------------------------------------
 
 
@@ -482,198 +344,20 @@ def _is_loaded_later(case: JudgedCase, event: Event) -> bool:
     return False
 
 
-def lone_backups(case: JudgedCase) -> Iterator[Event]:
-    """``BackupAndRestore`` on some ranks only: the others do not go on where it does."""
-    for event in steps.writes(case):
-        lone = not steps.has_own_path(case, event.node) and steps.where_it_writes(case, event) == "some ranks"
-        if case.name(event.node) == steps.BACKUP and lone:
+# Versions -------------------------------------------------------------------------------------------------------------
+
+
+def horovods_keras_optimizers(case: JudgedCase) -> Iterator[Event]:
+    """Horovod's optimizer for Keras 2, which does nothing in Keras 3."""
+    for event in case.having(Role.DISTRIBUTE, Role.LOAD_MODEL) if not case.asks_for_keras_2 else ():
+        name = case.name(event.node)
+        sources = case.calls(argument(event.node, "optimizer", 0))
+        on_keras = any(case.name(call).startswith("keras.") for call in sources)
+        of_keras = name.startswith(("horovod.keras.", "horovod.tensorflow.keras."))
+        asked = any(re.search(r"__version__|hasattr", ast.unparse(guard.test)) for guard in event.guards)
+        if (
+            (of_keras or (name.startswith("horovod.tensorflow.") and on_keras))
+            and not name.endswith("Tape")
+            and not asked
+        ):
             yield event
-
-
-# Metrics of one rank's part that are shown as if they were of the whole -----------------------------------------------
-
-
-def unaveraged(case: JudgedCase) -> Iterator[int]:
-    """Lines that show a metric of one rank's part of the test data."""
-    shows = [event for event in case.events if event.reached and _shows(case, event)]
-    for loop, inside in case.evaluation_loops.items():
-        given = [one for loader in case.sources(loop) if case.name(loader) in LOADERS for one in arguments(loader)]
-        if not case.shard_lines(*given, *case.drawn_from(loop)):  # every rank sees all
-            continue
-        body = {node for statement in getattr(loop, "body", []) for node in ast.walk(statement)}
-        last = max(event.order for event in inside)
-        for event in shows:
-            after = event.order > last and loop not in event.loops
-            if after and any(_is_of_one_rank(case, value, body) for value in shown(event.node)):
-                yield event.node.lineno
-                break
-    yield from _evaluated(case, shows)
-    yield from _fitted(case)
-
-
-def _shows(case: JudgedCase, event: Event) -> bool:
-    """Whether a call shows something and does not say whose number it is."""
-    shows = case.name(event.node) in ("builtins.print", "wandb.log", "click.echo") or method(event.node) in _SHOWS
-    return shows and not case.has_rank(*shown(event.node)) and "rank" not in ast.unparse(event.node).lower()
-
-
-def shown(call: ast.Call) -> list[ast.expr]:
-    """The single values in what a call prints: those in f-strings, ``%``, ``format``, tuples and dictionaries."""
-
-    def parts(node: ast.expr) -> list[ast.expr]:
-        match node:
-            case ast.JoinedStr() | ast.Dict():
-                return node.values
-            case ast.Tuple() | ast.List():
-                return node.elts
-            case ast.FormattedValue():
-                return [node.value]
-            case ast.BinOp(op=ast.Mod(), left=ast.Constant(value=str())):
-                return [node.right]
-            case ast.Call(func=ast.Attribute(attr="format")):
-                return arguments(node)
-            case ast.BinOp(op=ast.Add(), left=left, right=right):
-                is_text = any(isinstance(one, (ast.Constant, ast.JoinedStr)) for one in (left, right))
-                return [left, right] if is_text else []
-        return []
-
-    return [value for one in arguments(call) for value in everything(one, parts) if not parts(value)]
-
-
-def _is_of_one_rank(case: JudgedCase, value: ast.expr, body: set[ast.AST]) -> bool:
-    """Whether a shown value was made in a loop and no collective took part in it."""
-    reached = case.reach(value, through=True)
-    names = [one for one in reached if isinstance(one, (ast.Name, ast.Attribute))]
-    if not body & reached or not any(_METRIC.search(ast.unparse(one)) for one in [value, *names]):
-        return False
-    for call in (one for one in reached if isinstance(one, ast.Call)):
-        if _reduces(case, call) or case.role(call) == Role.REDUCE or case.name(call).startswith("torchmetrics."):
-            return False
-        if case.is_opaque(call) and not makes_object(call):
-            return False
-    stored = [one for one in body if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Store)]
-    texts = {ast.unparse(name) for name in names}
-    made = {ast.unparse(one) for one in stored} & texts
-    for call in (event.node for event in case.events):  # ``average(total)``, ``meter.all_reduce()``: in place
-        given = {ast.unparse(one) for one in call.args} & made or ast.unparse(receiver(call)) in texts
-        if given and isinstance(case.parents[call], ast.Expr) and _reduces(case, call):
-            return False
-    return True
-
-
-def _reduces(case: JudgedCase, call: ast.Call) -> bool:
-    """Whether a function of the script that a call runs holds a collective that reduces."""
-    inside = [node for function in case.callees(call) for node in ast.walk(function)]
-    return any(isinstance(node, ast.Call) and case.role(node) == Role.REDUCE for node in inside)
-
-
-def _evaluated(case: JudgedCase, shows: list[Event]) -> Iterator[int]:
-    """Keras' ``evaluate`` on a part, shown without a mean over the ranks."""
-    parts = [event.node for event in case.evaluations if case.shard_lines(argument(event.node, "x", 0))]
-    parts = [call for call in parts if argument(call, "callbacks") is None]
-    for event in shows if parts else ():
-        for value in shown(event.node):
-            calls = case.calls(value, through=True)
-            averaged = any(case.role(call) == Role.REDUCE or case.is_opaque(call) for call in calls)
-            if not averaged and set(parts) & set(calls):
-                yield event.node.lineno
-
-
-def _fitted(case: JudgedCase) -> Iterator[int]:
-    """``fit`` that reports or decides on what one rank sees, without a callback that averages."""
-    if case.guards_fit or case.having(Role.AVERAGE_CALLBACK, Role.REDUCE):
-        return
-    named = case.named("callbacks.EarlyStopping", "callbacks.ReduceLROnPlateau")
-    deciding = [event.node for event in named if event.reached]
-    for event in (one for one in case.fits if not case.hidden(argument(one.node, "callbacks"))):
-        if case.shard_lines(argument(event.node, "validation_data")):
-            yield event.node.lineno
-            continue
-        for callback in deciding:
-            monitor = argument(callback, "monitor", 0)
-            of_training = isinstance(monitor, ast.Constant) and not str(monitor.value).startswith("val")
-            if of_training and case.fit_part(event).kind == SHARDED:
-                yield callback.lineno
-
-
-# Calls that all ranks make together, on a branch that only some of them take ------------------------------------------
-
-
-def _side(case: JudgedCase, event: Event) -> tuple[str, Condition] | None:
-    """The ranks that reach an event, and the condition that keeps the others away; None where all may."""
-    for guard in event.guards:
-        if guard.certain and not guard.wraps and (taken := _takers(case, guard.test, guard.holds)) is not None:
-            return taken, guard
-    return None
-
-
-def _takers(case: JudgedCase, test: ast.AST, holds: bool, depth: int = 0) -> str | None:
-    """_ROOT, _OTHERS or _ONE where a condition on the rank decides for certain; None for everything else."""
-    if depth > _DEEPEST:
-        return None
-    match test:
-        case ast.BoolOp():
-            decides = isinstance(test.op, ast.And) == holds
-            sides = [_takers(case, one, holds, depth + 1) for one in test.values] if decides else []
-            return next((one for one in sides if one is not None), None)
-        case ast.UnaryOp(op=ast.Not()):
-            return _takers(case, test.operand, not holds, depth + 1)
-        case ast.Compare(ops=[operator], comparators=[right]):
-            return _compared(case, test.left, operator, right, holds)
-        case ast.IfExp(body=body, orelse=ast.Constant(value=None | False | 0)):
-            both = not isinstance(body, ast.Constant) or bool(body.value)
-            return _takers(case, test.test, holds, depth + 1) if both else None
-        case ast.Attribute(attr="is_root") if case.kind(test) == Role.RANK:
-            return _ROOT if holds else _OTHERS
-        case ast.Name() | ast.Attribute() | ast.Call() | ast.arg():
-            if _is_rank(case, test):
-                return _OTHERS if holds else _ROOT
-            named = {_takers(case, one, holds, depth + 1) for one in case.behind(test)}
-            return named.pop() if len(named) == 1 else None
-    return None
-
-
-def _compared(case: JudgedCase, left: ast.expr, operator: ast.cmpop, right: ast.expr, holds: bool) -> str | None:
-    if isinstance(left, ast.Constant) and isinstance(operator, (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
-        left, right = right, left
-    if not isinstance(right, ast.Constant) or not _is_rank(case, left):
-        return None
-    if isinstance(operator, (ast.Eq, ast.Is, ast.NotEq, ast.IsNot)):
-        equal = isinstance(operator, (ast.Eq, ast.Is)) == holds
-        return (_ROOT if equal else _OTHERS) if right.value == 0 else _ONE
-    above = isinstance(operator, (ast.Gt, ast.GtE)) == holds
-    edge = {ast.Gt: 0, ast.LtE: 0, ast.GtE: 1, ast.Lt: 1}.get(type(operator))
-    return (_OTHERS if above else _ROOT) if right.value == edge else _ONE
-
-
-@remembered(False)
-def _is_rank(case: JudgedCase, node: ast.AST) -> bool:
-    """Whether an expression is a rank and nothing else, for certain."""
-    if case.kind(node) in RANKS:
-        return getattr(node, "attr", "") != "is_root"
-    if isinstance(node, ast.Call) and case.name(node) == "builtins.int" and node.args:
-        return _is_rank(case, node.args[0])
-    values = case.behind(node) if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.arg)) else []
-    return bool(values) and all(_is_rank(case, one) for one in values)
-
-
-def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
-    """What is called, on the branch itself, of collectives that some ranks never reach."""
-    sides: dict[str, set[str]] = {}
-    found = []
-    callbacks = (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.CHECKPOINT_CALLBACK)
-    for event in case.having(*TOGETHER, *callbacks):
-        of_group = any(keyword.arg in _GROUPS for keyword in event.node.keywords)
-        if not of_group and (taken := _side(case, event)) is not None:
-            called = case.name(event.node) or ast.unparse(event.node.func)
-            sides.setdefault(called, set()).add(taken[0])
-            found.append((event, called, *taken))
-    for event, called, ranks, guard in found:
-        others = sides[called] - {ranks}  # who makes the same call on a branch of their own
-        if others if ranks == _ONE else others - {_ONE}:
-            continue
-        # The call on the branch itself: of a function that holds the collective, or the collective.
-        inside = case.function(guard.test)
-        under = {one.node for one in case.events if guard in one.guards}
-        way = [one for one in [*event.stack, event.node] if case.function(one) is inside and one in under]
-        yield (way[0] if way else event.node).func

@@ -79,9 +79,7 @@ VARIABLES = {
 STARTS_DDP = "hvdkit.torch.init_process_group"
 """hvdkit's start of PyTorch's own DDP: what is distributed is DDP's, the other steps may still be hvdkit's."""
 
-MODULES = re.compile(
-    r"(horovod\.(torch|tensorflow\.keras|tensorflow|keras|mxnet|spark|ray)|hvdkit\.(torch|tensorflow|keras|arrays))\b"
-)
+MODULES = re.compile(r"(horovod\.(torch|tensorflow\.keras|tensorflow|keras)|hvdkit\.(torch|tensorflow|keras|arrays))\b")
 """The modules of a library that a script can work with."""
 
 RANK_WORDS = re.compile(
@@ -141,8 +139,9 @@ OTHER_WAYS = {
     r"tensorflow\.distribute\..*Strategy": "tf.distribute",
     r"torch\.distributed\.rpc.*": "torch.distributed.rpc",
     r".*FullyShardedDataParallel.*|.*fully_shard": "FSDP",
+    r"horovod\.(spark|ray)\b.*": "Horovod on Spark or Ray",
 }
-"""What does so in TensorFlow and PyTorch."""
+"""What does so in TensorFlow, PyTorch and Horovod."""
 
 _SAME = (
     ("tensorflow.compat.v2.", "tensorflow."),

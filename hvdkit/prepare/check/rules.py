@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import find, removed
+from hvdkit.prepare.check import find, find_branches, find_metrics
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -64,13 +64,6 @@ RULES = (
         find.uncalled,
     ),
     Rule(
-        "value-called",
-        "`{}` is a value of hvdkit's topology, and it is called",
-        "calling a number or a flag raises a TypeError",
-        "write `{}` without brackets",
-        find.called_values,
-    ),
-    Rule(
         "init-missing",
         "the library is used and never initialised",
         "every call to it fails before init",
@@ -80,13 +73,6 @@ RULES = (
             "horovod": "call hvd.init() before anything else",
         },
         _blamed(1),
-    ),
-    Rule(
-        "init-too-late",
-        "`{}` runs before the library is initialised",
-        "rank and size do not exist yet, so that it raises an error",
-        "call init first, above this line",
-        find.before_init,
     ),
     Rule(
         "gpu-not-pinned",
@@ -135,14 +121,6 @@ RULES = (
         find.not_distributed,
     ),
     Rule(
-        "distributed-twice",
-        "gradients that are averaged already are averaged once more here",
-        "each step pays for communication twice, and with op=Sum the gradients are wrong",
-        "distribute the optimizer or the tape, once; after Horovod's optimizer.synchronize(), step inside `with "
-        "optimizer.skip_synchronize():`",
-        find.distributed_twice,
-    ),
-    Rule(
         "gradients-not-averaged-yet",
         "`{}` works on gradients that are this rank's own: Horovod's optimizer averages them in step()",
         "every rank clips or scales another part, while it may be on its way: the model is not that of one process",
@@ -158,44 +136,20 @@ RULES = (
         find.closures,
     ),
     Rule(
-        "schedule-of-replaced-optimizer",
-        "`{}` gets an optimizer that Horovod's replaces later, and that one gets parameter groups of its own",
-        "on the ranks that load a state or add a group, the schedule sets learning rates that nobody uses",
-        "make the schedule after hvd.DistributedOptimizer; or use hvdkit.torch.distribute, which replaces nothing",
-        find.left_schedules,
-    ),
-    Rule(
-        "unknown-to-optimizer",
-        "`{}` does not exist in this form: the optimizer is not the one that it was written for",
-        "it raises an AttributeError or a TypeError",
-        "Horovod's zero_grad() takes no argument; hvdkit.torch.distribute returns your own optimizer, whose gradients "
-        "are the mean when backward() returns: leave synchronize and skip_synchronize out",
-        find.unknown_calls,
-    ),
-    Rule(
         "keras-3-optimizer",
         "`{}` is Horovod's own wrapper for Keras optimizers, which does nothing in Keras 3",
         "Keras 3 does not call what Horovod overrides: training runs without an error and no gradient is averaged",
         "use hvdkit.keras.distribute(optimizer); under TF_USE_LEGACY_KERAS and tf_keras Horovod's averages, but its "
         "callbacks for warmup and metrics fail there, as they ask Keras 3 for what it has not",
-        removed.optimizers,
+        find.horovods_keras_optimizers,
     ),
     Rule(
-        "keras-3-variables",
-        "`{}` is Horovod's and meets variables of Keras 3, which are not TensorFlow's",
-        "it raises an AttributeError (they have no `ref`), and `optimizer.variables()` a TypeError: it is a list",
-        "import hvdkit.tensorflow as hk: `tape = hk.distribute(tape)`, and before the first step "
-        "`hk.broadcast_state(model, optimizer)`",
-        removed.variables,
+        "tensorflow-1",
+        "`{}` is TensorFlow 1's, whose graphs neither hvdkit nor Keras 3 trains",
+        "TensorFlow 2 does not know it, or trains without Keras",
+        "write it as Keras' fit (hvdkit.keras), or as a loop over tf.GradientTape (hvdkit.tensorflow)",
+        lambda case: case.of_tensorflow_1,
     ),
-    Rule(
-        "keras-3-callback",
-        "`{}` is Horovod's callback for Keras 2",
-        "with Keras 3 it raises an AttributeError in fit; those for warmup and metrics also under tf_keras",
-        "use hvdkit.keras: BroadcastState(), warmup(optimizer, world, steps_per_epoch); its fit averages the logs",
-        removed.callbacks,
-    ),
-    *(Rule("removed", row.what, "it raises an error, or is ignored", row.fix, row.find) for row in removed.REMOVED),
     Rule(
         "broadcast-missing",
         "the state of model and optimizer is not sent from one rank to the others, or not all of it",
@@ -227,14 +181,6 @@ RULES = (
         _blamed(6),
     ),
     Rule(
-        "resume-on-some-ranks",
-        "`{}` is given to some ranks only",
-        "these ranks go on from the backup, in its epoch, and the others begin anew and wait for steps that never come",
-        "give it to every rank, each with a directory of its own; or train with hvdkit.keras, whose fit lets the root "
-        "back up and restores all ranks",
-        find.lone_backups,
-    ),
-    Rule(
         "dataset-not-sharded",
         "every rank trains on the whole data set",
         "n processes do the same work n times, in an epoch that is as long as that of one process",
@@ -257,13 +203,6 @@ RULES = (
         find.wrong_shards,
     ),
     Rule(
-        "sampler-without-ranks",
-        "`{}` is not told the number of processes and the rank",
-        "without torch.distributed's process group it cannot know them and raises an error",
-        "give num_replicas=hvd.size() and rank=hvd.rank()",
-        find.sampler_without_ranks,
-    ),
-    Rule(
         "no-set-epoch",
         "this sampler shuffles and is never told which epoch it is",
         "every epoch has the same order and the same batches",
@@ -279,19 +218,12 @@ RULES = (
         _blamed(8),
     ),
     Rule(
-        "steps-differ",
-        "the number of steps depends on the rank",
-        "the rank with one step more waits forever for the others",
-        "reckon it from the size alone, the same on every rank",
-        find.differing_steps,
-    ),
-    Rule(
         "metrics-not-averaged",
         "this shows or decides on a metric of one rank's part of the data",
         "the number is that of 1/n of the samples, and another on every rank",
         "average it first: hvd.allreduce(value), MetricAverageCallback(), torch.distributed.all_reduce, or "
         "hk.average_metrics({{'accuracy': (correct, count)}}, world)",
-        find.unaveraged,
+        find_metrics.unaveraged,
     ),
     Rule(
         "download-on-every-rank",
@@ -302,32 +234,20 @@ RULES = (
         find.downloads,
     ),
     Rule(
-        "download-without-barrier",
-        "one rank downloads here and the others do not wait for it",
-        "they look for files that are not there yet",
-        {
-            "ddp": "add torch.distributed.barrier() after the download, on all ranks",
-            "hvdkit torch": "add hvd.barrier() of horovod.torch after the download, on all ranks",
-            "horovod torch": "add hvd.barrier() after the download, on all ranks",
-            "": "add hvd.allgather_object(None) of horovod.tensorflow after the download, on all ranks",
-        },
-        find.downloads_without_barrier,
-    ),
-    Rule(
         "collective-on-some-ranks",
         "`{}` is a call that all ranks make together, on a branch that only some take",
         "the ranks on the branch wait forever for the others",
         "call it on every rank and keep under the condition only what belongs to one, such as printing",
-        find.on_some_ranks,
+        find_branches.on_some_ranks,
     ),
 )
 """The rules, in the order of the steps."""
 
 
 def examine(case: JudgedCase) -> list[BrokenRule]:
-    """The findings of a script, by line; of one that no library distributes, what was removed since it was written."""
+    """The findings of a script, by line; of one that no library distributes, what TensorFlow 1 alone knows."""
     found: dict[tuple[int, str, str], BrokenRule] = {}
-    for rule in RULES if case.library != "none" else [one for one in RULES if one.name == "removed"]:
+    for rule in RULES if case.library != "none" else [one for one in RULES if one.name == "tensorflow-1"]:
         for place in rule.find(case):
             line, piece = _place(place)
             fix = rule.fix if isinstance(rule.fix, str) else _advice(rule.fix, case)

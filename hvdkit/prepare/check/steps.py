@@ -18,8 +18,9 @@ from hvdkit.prepare.check.calls import (
     method,
     receiver,
 )
-from hvdkit.prepare.check.case import DRAWN, SHARDED, UNCLEAR, WHOLE, Case, once, over
+from hvdkit.prepare.check.case import once, over
 from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, SAMPLERS, Role
+from hvdkit.prepare.check.parts import DRAWN, SHARDED, UNCLEAR, WHOLE, DataCase
 from hvdkit.prepare.check.trace import Event
 
 DONE = "done"
@@ -93,19 +94,19 @@ def _may_do_it(who: str) -> Verdict:
 # 1: initialise --------------------------------------------------------------------------------------------------------
 
 
-def starts(case: Case) -> list[Event]:
+def starts(case: DataCase) -> list[Event]:
     """The events that initialise the library; mpi4py does so when it is imported."""
     return [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
 
 
-def _init(case: Case) -> Verdict:
+def _init(case: DataCase) -> Verdict:
     events = starts(case)
     reached = [one for one in events if one.reached]
     if reached:
         return _done(case.lines(reached))
     if events:
         return _undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
-    doubts = [*case.others, *([case.runner] if case.runner else []), *case.strangers()]
+    doubts = [*case.others, *case.strangers()]
     if doubts:
         return _may_do_it(doubts[0])
     uses = case.having(*NUMBERS, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE)
@@ -115,7 +116,7 @@ def _init(case: Case) -> Verdict:
 # 2: pin one GPU per process -------------------------------------------------------------------------------------------
 
 
-def _pin(case: Case) -> Verdict:
+def _pin(case: DataCase) -> Verdict:
     """Whether a GPU is chosen by a rank, where one is used."""
     lines = [*case.lines(case.having(Role.PIN, Role.FIT)), *(node.lineno for node in device_choices(case))]
     if lines:
@@ -142,7 +143,7 @@ def _pin(case: Case) -> Verdict:
     return _undecided(f"{setup} may use a GPU, which is not read here") if setup else _not_needed("no GPU is used")
 
 
-def device_choices(case: Case) -> Iterator[ast.expr]:
+def device_choices(case: DataCase) -> Iterator[ast.expr]:
     """The expressions that choose a GPU by a rank, or by something that the text does not fix."""
     for call in (event.node for event in case.events):
         if case.name(call).endswith(_CHOOSES):
@@ -157,13 +158,13 @@ def device_choices(case: Case) -> Iterator[ast.expr]:
             yield value
 
 
-def _is_fixed(case: Case, node: ast.expr) -> bool:
+def _is_fixed(case: DataCase, node: ast.expr) -> bool:
     """Whether a value is a number in the text: the same GPU on every rank."""
     leaves = [one for one in case.reach(node) if not isinstance(one, (ast.Name, ast.arg, ast.UnaryOp, ast.unaryop))]
     return all(isinstance(one, ast.Constant) for one in leaves)
 
 
-def _environment(case: Case, variable: str) -> Iterator[ast.expr]:
+def _environment(case: DataCase, variable: str) -> Iterator[ast.expr]:
     """What the script puts into an environment variable."""
     for node in case.nodes:
         yield from entries(node, variable)
@@ -174,7 +175,7 @@ def _environment(case: Case, variable: str) -> Iterator[ast.expr]:
                 yield from [value] if case.name(node) in ("os.environ.setdefault", "os.putenv") else []
 
 
-def _names_gpu(case: Case, node: ast.Constant) -> bool:
+def _names_gpu(case: DataCase, node: ast.Constant) -> bool:
     """Whether a text is the name of a GPU that something is put on."""
     text = node.value.lower() if isinstance(node.value, str) else ""
     if "cuda" not in text and "gpu" not in text:
@@ -194,7 +195,7 @@ def _names_gpu(case: Case, node: ast.Constant) -> bool:
 # 3: scale the learning rate -------------------------------------------------------------------------------------------
 
 
-def _learning_rate(case: Case) -> Verdict:
+def _learning_rate(case: DataCase) -> Verdict:
     """Whether the number of processes is in every optimizer's rate, or in what sets it later."""
     changes = list(_rate_changes(case))
     elsewhere = [line for line, is_scaled, _ in changes if is_scaled]
@@ -219,7 +220,7 @@ def _learning_rate(case: Case) -> Verdict:
     return _may_do_it(hidden) if hidden else _undecided("no optimizer is made in this text")
 
 
-def _rates(case: Case, call: ast.Call) -> list[ast.expr]:
+def _rates(case: DataCase, call: ast.Call) -> list[ast.expr]:
     """The learning rate of an optimizer and those of its parameter groups."""
     position = 1 if case.is_torch_optimizer(call) else 0
     found = [argument(call, "lr"), argument(call, "learning_rate"), argument(call, "", position)]
@@ -231,12 +232,12 @@ def _rates(case: Case, call: ast.Call) -> list[ast.expr]:
     return [one for one in found if one is not None]
 
 
-def _is_scaled(case: Case, *rates: ast.AST) -> bool:
+def _is_scaled(case: DataCase, *rates: ast.AST) -> bool:
     made = case.calls(*rates, through=True)
     return case.has_size(*rates, through=True) or any(case.role(one) in (Role.SCALE, Role.WARMUP) for one in made)
 
 
-def _unclear_rate(case: Case, call: ast.Call, rates: list[ast.expr]) -> str:
+def _unclear_rate(case: DataCase, call: ast.Call, rates: list[ast.expr]) -> str:
     if has_stars(call) and not rates:
         return "the learning rate comes in a dictionary"
     for rate in rates:
@@ -251,7 +252,7 @@ def _unclear_rate(case: Case, call: ast.Call, rates: list[ast.expr]) -> str:
     return ""
 
 
-def _rate_changes(case: Case) -> Iterator[tuple[int, bool, str]]:
+def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool, str]]:
     """What else sets a rate: the line, whether the number of processes is in it, and the doubt that it leaves."""
     for node in (one for one in case.nodes if isinstance(one, (ast.Assign, ast.AugAssign))):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -278,14 +279,14 @@ def _rate_changes(case: Case) -> Iterator[tuple[int, bool, str]]:
             yield call.lineno, False, f"line {call.lineno} sets the learning rate anew"
 
 
-def _is_schedule(case: Case, call: ast.Call, name: str) -> bool:
+def _is_schedule(case: DataCase, call: ast.Call, name: str) -> bool:
     """Whether a call makes a schedule that does more than multiply the optimizer's own rate."""
     strange = case.is_opaque(call) and re.search(r"warm|sched|lr", name, re.IGNORECASE) is not None
     known = ".lr_scheduler." in name or name.endswith("LearningRateScheduler")
     return (strange or known) and not name.endswith(_MULTIPLIES)
 
 
-def _no_scaling_needed(case: Case) -> Verdict | None:
+def _no_scaling_needed(case: DataCase) -> Verdict | None:
     if case.others:
         return _may_do_it(case.others[0])
     if case.library == "ddp":
@@ -306,7 +307,7 @@ def _no_scaling_needed(case: Case) -> Verdict | None:
 # 4: distribute the optimizer ------------------------------------------------------------------------------------------
 
 
-def _distribute(case: Case) -> Verdict:
+def _distribute(case: DataCase) -> Verdict:
     if by_hand := case.reduces_gradients():
         return _done(case.lines(by_hand), "by hand")
     if doubt := case.elsewhere():
@@ -321,7 +322,7 @@ def _distribute(case: Case) -> Verdict:
 # 5: broadcast the state -----------------------------------------------------------------------------------------------
 
 
-def _broadcast(case: Case) -> Verdict:
+def _broadcast(case: DataCase) -> Verdict:
     sent = case.having(Role.BROADCAST, Role.ELASTIC, Role.FIT) + sent_by_hand(case)
     callbacks = case.having(Role.BROADCAST_CALLBACK)
     if callbacks and not sent:
@@ -341,7 +342,7 @@ def _broadcast(case: Case) -> Verdict:
     return _undecided(doubt) if doubt else _missing(case.lines(place[:1]))
 
 
-def _only_optimizers(case: Case, sent: list[Event]) -> list[Event]:
+def _only_optimizers(case: DataCase, sent: list[Event]) -> list[Event]:
     """The first broadcast, where all of them send an optimizer's state and none the model's."""
     for event in sent:
         made = case.calls(*sent_objects(event))
@@ -353,7 +354,7 @@ def _only_optimizers(case: Case, sent: list[Event]) -> list[Event]:
     return sent[:1]
 
 
-def _loaded_on_root(case: Case, sent: list[Event]) -> list[Event]:
+def _loaded_on_root(case: DataCase, sent: list[Event]) -> list[Event]:
     """Loads of an optimizer's state on one rank, where no broadcast sends it to the others."""
     if any(not case.name(one.node).endswith("broadcast_parameters") for one in sent):
         return []
@@ -362,7 +363,7 @@ def _loaded_on_root(case: Case, sent: list[Event]) -> list[Event]:
     return [load for load in of_optimizers if case.where(load) == "some ranks"]
 
 
-def _why_broadcast_is_unclear(case: Case) -> str:
+def _why_broadcast_is_unclear(case: DataCase) -> str:
     if doubt := case.elsewhere():
         return doubt
     if not case.steps:
@@ -376,7 +377,7 @@ def _why_broadcast_is_unclear(case: Case) -> str:
     return ""
 
 
-def sent_by_hand(case: Case) -> list[Event]:
+def sent_by_hand(case: DataCase) -> list[Event]:
     """The collectives that send a state, or what is loaded as one."""
     loaded = case.calls(*(one for load in loads(case) for one in load.node.args))
     found = []
@@ -399,7 +400,7 @@ def sent_objects(event: Event) -> list[ast.expr]:
     return [owner(sent) for sent in event.node.args]
 
 
-def loads(case: Case) -> list[Event]:
+def loads(case: DataCase) -> list[Event]:
     """The events that replace a state by one from a file."""
     found = [event for event in case.methods(*_LOADS) if not case.name(event.node)]
     read = case.methods("restore", "read")
@@ -409,7 +410,7 @@ def loads(case: Case) -> list[Event]:
 # 6: checkpoint on one rank --------------------------------------------------------------------------------------------
 
 
-def _checkpoint(case: Case) -> Verdict:
+def _checkpoint(case: DataCase) -> Verdict:
     kept = case.having(Role.CHECKPOINTS, Role.CHECKPOINT_CALLBACK)
     if case.guards_fit:
         kept += [event for event in case.events if case.name(event.node) in _KERAS_WRITERS]
@@ -427,12 +428,12 @@ def _checkpoint(case: Case) -> Verdict:
     return _undecided(doubt) if doubt else _not_needed("no checkpoint is written")
 
 
-def writes(case: Case) -> list[Event]:
+def writes(case: DataCase) -> list[Event]:
     """The events that write a model's state to a file, each call once."""
     return once(event for event in case.events if _writes(case, event.node) and not case.is_locked(event))
 
 
-def _writes(case: Case, call: ast.Call) -> bool:
+def _writes(case: DataCase, call: ast.Call) -> bool:
     name, called = case.name(call), method(call)
     if name in _SAVES:
         target = argument(call, "f", 1) or argument(call, "filepath", 1)
@@ -448,7 +449,7 @@ def _writes(case: Case, call: ast.Call) -> bool:
     return keras and not any(one.startswith("torch.") for one in made)
 
 
-def where_it_writes(case: Case, event: Event) -> str:
+def where_it_writes(case: DataCase, event: Event) -> str:
     """Where a write happens, over all the ways to it: on every rank as soon as one way is open to all."""
     if has_own_path(case, event.node):
         return "some ranks"
@@ -461,7 +462,7 @@ def where_it_writes(case: Case, event: Event) -> str:
     return next(state for state in _STATES if state in states)
 
 
-def _where_it_is_used(case: Case, name: ast.Name) -> set[str]:
+def _where_it_is_used(case: DataCase, name: ast.Name) -> set[str]:
     """Where a name is used: at the calls around it, or under the conditions around its statement."""
     around = list(case.ancestors(name))
     if case.has_rank(*(one.test for one in around if isinstance(one, (ast.If, ast.IfExp)))):
@@ -469,7 +470,7 @@ def _where_it_is_used(case: Case, name: ast.Name) -> set[str]:
     return {case.where(event) for event in case.events if event.node in around} or {"every rank"}
 
 
-def has_own_path(case: Case, call: ast.Call) -> bool:
+def has_own_path(case: DataCase, call: ast.Call) -> bool:
     """Whether a rank is in the arguments that say where to write, those of the checkpoint object included."""
     given = [argument(call, name) for name in _PATHS]
     given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
@@ -480,7 +481,7 @@ def has_own_path(case: Case, call: ast.Call) -> bool:
 # 7: shard the data ----------------------------------------------------------------------------------------------------
 
 
-def _shard(case: Case) -> Verdict:
+def _shard(case: DataCase) -> Verdict:
     parts, forgotten = case.parts, _undivided_lines(case)
     sharded = [line for part in parts if part.kind == SHARDED for line in part.lines]
     whole = [line for part in parts if part.kind == WHOLE for line in part.lines[:1]]
@@ -503,7 +504,7 @@ def _shard(case: Case) -> Verdict:
 # 8: same steps per epoch ----------------------------------------------------------------------------------------------
 
 
-def _steps_per_epoch(case: Case) -> Verdict:
+def _steps_per_epoch(case: DataCase) -> Verdict:
     """Whether the steps of an epoch are divided by the number of processes, or follow from the parts."""
     if forgotten := _undivided_lines(case):
         return _missing(forgotten)
@@ -527,13 +528,13 @@ def _steps_per_epoch(case: Case) -> Verdict:
     return _undecided("how many steps make an epoch the text does not show")
 
 
-def _undivided_lines(case: Case) -> list[int]:
+def _undivided_lines(case: DataCase) -> list[int]:
     """The lines that count steps and forget to divide them by the number of processes."""
     fits = [event.node.lineno for event in case.fits if _undivided_fit(case, event)]
     return fits + [line for loop in case.training_loops for line in _undivided_loop(case, loop)]
 
 
-def _undivided_fit(case: Case, event: Event) -> bool:
+def _undivided_fit(case: DataCase, event: Event) -> bool:
     """Whether ``steps_per_epoch`` counts the samples of the whole data set on every rank."""
     steps, part = argument(event.node, "steps_per_epoch"), case.fit_part(event)
     if steps is None or is_constant(steps, None) or is_constant(steps, 1) or part.kind == UNCLEAR:
@@ -543,17 +544,17 @@ def _undivided_fit(case: Case, event: Event) -> bool:
     return _is_counted(case, steps) or (part.kind == WHOLE and isinstance(steps, ast.Constant))
 
 
-def _divides_fit(case: Case, event: Event) -> bool:
+def _divides_fit(case: DataCase, event: Event) -> bool:
     return case.has_size(argument(event.node, "steps_per_epoch"), argument(event.node, "epochs"), through=True)
 
 
-def _is_counted(case: Case, steps: ast.expr) -> bool:
+def _is_counted(case: DataCase, steps: ast.expr) -> bool:
     """Samples divided by something, such as a batch: a count of all samples, not a number that somebody chose."""
     reached = case.reach(steps)
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv)) for node in reached)
 
 
-def _undivided_loop(case: Case, loop: ast.AST) -> list[int]:
+def _undivided_loop(case: DataCase, loop: ast.AST) -> list[int]:
     """``dataset.repeat().take(n // batch)``: n times through a part, or all the random draws of one process."""
     calls = [call for call in case.calls(*over(loop), through=True) if not case.name(call)]
     methods = {method(call) for call in calls}
@@ -584,7 +585,7 @@ class StepRule:
 
     number: int
     name: str
-    judge: Callable[[Case], Verdict]
+    judge: Callable[[DataCase], Verdict]
     done_by: tuple[Role, ...] = ()
 
 
@@ -600,7 +601,7 @@ STEPS = (
 )
 
 
-class JudgedCase(Case):
+class JudgedCase(DataCase):
     """A script and what is said of its steps."""
 
     @cached_property

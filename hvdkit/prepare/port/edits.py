@@ -24,7 +24,7 @@ _BETWEEN = re.compile(rb"(\s|\\[\r\n]|#[^\r\n]*)*")
 """What may stand between two parts of an expression."""
 _MOVED = re.compile("\0(\\d+) (\\d+)\0")
 """In new code: here stands this piece of the old text, with what changes in it."""
-_Placed = ast.expr | ast.stmt | ast.keyword | ast.alias
+_Placed = ast.expr | ast.stmt | ast.keyword
 
 
 class Piece(NamedTuple):
@@ -88,11 +88,9 @@ class ScriptText:
             alone = False
         return f"\0{start} {end}\0" if alone else f"(\0{start} {end}\0)"  # which goes on over lines in brackets
 
-    def argument(self, whole: ast.AST, node: _Placed) -> Piece:
-        """Where an argument of a call is, with the parentheses around it; or a name of an import, which has none."""
+    def argument(self, whole: ast.Call, node: _Placed) -> Piece:
+        """Where an argument of a call is, with the parentheses around it."""
         start, end, _ = self.piece(node)
-        if not isinstance(whole, ast.Call):
-            return Piece(start, end)
         beside: list[_Placed] = [whole.func, *whole.args, *whole.keywords]
         before = max(x for one in beside if (x := self.piece(one).end) <= start)
         gap = re.sub(rb"#[^\r\n]*", lambda comment: b" " * len(comment.group()), self.data[before:start])
@@ -167,9 +165,9 @@ class Edits:
         """Give a call one more argument, at the end or at a place further up."""
         self.asked[call, "add", (place, argument)] = None
 
-    def drop(self, whole: ast.Call | ast.Import | ast.ImportFrom, gone: Sequence[ast.AST]) -> None:
-        """Take some of the arguments of a call, or of the names of an import, out."""
-        self.asked |= {(whole, "drop", one): None for one in gone}
+    def drop(self, call: ast.Call, gone: Sequence[ast.AST]) -> None:
+        """Take some of the arguments of a call out."""
+        self.asked |= {(call, "drop", one): None for one in gone}
 
     def edit(self, how: str, statement: ast.stmt, code: str = "") -> None:
         """Change a statement as a whole.
@@ -197,10 +195,10 @@ class Edits:
         for at, hows in asked.items():
             if isinstance(at, Piece):
                 changes.setdefault(at, []).extend(hows["change"])
-            elif isinstance(at, (ast.Call, ast.Import, ast.ImportFrom)):
+            elif isinstance(at, ast.Call):
                 for piece, change in self._arguments(at, hows.get("drop", []), hows.get("add", [])):
                     changes.setdefault(piece, []).append(change)
-            if isinstance(at, ast.stmt) and hows.keys() != {"drop"}:
+            elif isinstance(at, ast.stmt):
                 first = self._first_line(at)
                 end = [*text.starts, len(text.data)][at.end_lineno or at.lineno]
                 changes[Piece(text.starts[first - 1], end, 2)] = [self._around(at, first, asked)]
@@ -235,12 +233,12 @@ class Edits:
         return ScriptText(self.text.path, content, tree)
 
     def _arguments(
-        self, whole: ast.Call | ast.Import | ast.ImportFrom, gone: list[ast.AST], added: list[tuple[int | None, str]]
+        self, call: ast.Call, gone: list[ast.AST], added: list[tuple[int | None, str]]
     ) -> Iterator[tuple[Piece, Change]]:
-        """The pieces of a call or of an import that go, and those that come."""
+        """The pieces of a call that go, and those that come."""
         text = self.text
-        given = _in_order([*whole.args, *whole.keywords] if isinstance(whole, ast.Call) else whole.names)
-        pieces = [text.argument(whole, one) for one in given]
+        given = sorted([*call.args, *call.keywords], key=lambda one: (one.lineno, one.col_offset))
+        pieces = [text.argument(call, one) for one in given]
         kept = [place for place, one in enumerate(given) if one not in gone]
         for stays, run in groupby(range(len(given)), lambda place: place in kept):
             if not stays:
@@ -249,7 +247,7 @@ class Edits:
         for place, code in added:
             before = [one for one in kept if place is None or one < place]
             if not before:
-                end = (whole.end_col_offset or 0) - 1 + text.starts[(whole.end_lineno or 1) - 1]
+                end = text.piece(call).end - 1
                 yield Piece(end, end), _adding(code)
                 continue
             start, end, _ = pieces[before[-1]]
@@ -379,10 +377,6 @@ def _start(statement: ast.stmt) -> int:
     """The first line of a statement or of its decorators."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(one.lineno for one in decorators)])
-
-
-def _in_order(nodes: Sequence[_Placed]) -> list[_Placed]:
-    return sorted(nodes, key=lambda one: (one.lineno, one.col_offset))
 
 
 # Expressions: the functions are cached, so that the same change is the same object ------------------------------------

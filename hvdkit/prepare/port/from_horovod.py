@@ -17,7 +17,6 @@ from hvdkit.prepare.check.calls import (
 )
 from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
-from hvdkit.prepare.check.removed import asks_for_keras_2
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import keras_2
 from hvdkit.prepare.port.edits import to
@@ -48,16 +47,14 @@ def port(plan: PortPlan) -> None:
     """Port a script that uses Horovod; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     modules = [_BINDINGS.get(one, "") for one in case.modules]
-    if case.runner or case.having(Role.ELASTIC):
-        first = next(iter([*case.having(Role.ELASTIC), *case.events])).node
-        what = f"{case.runner} starts its ranks" if case.runner else "it trains elastically"
-        raise Unsure(first, what, "port it by docs/migrate.md, and docs/elastic.md")
+    if elastic := case.having(Role.ELASTIC):
+        raise Unsure(elastic[0].node, "it trains elastically", "port it by docs/migrate.md, and docs/elastic.md")
     if len(modules) != 1 or not modules[0]:
         found = ", ".join(case.modules) or "none"
         raise Unsure(1, f"it uses several of Horovod's modules, or one without ranks' gradients ({found})",
                      "port one framework at a time")  # fmt: skip
     plan.binding = "keras" if modules[0] == "tensorflow" and case.fits else modules[0]
-    if plan.binding != "torch" and asks_for_keras_2(case):
+    if plan.binding != "torch" and case.asks_for_keras_2:
         raise Unsure(1, "it asks for Keras 2 (TF_USE_LEGACY_KERAS or tf_keras), and hvdkit needs Keras 3",
                      "move it to Keras 3 first")  # fmt: skip
     plan.edit("swap", plan.starting("horovod."), f"{plan.world} = {plan.hk}.init()")

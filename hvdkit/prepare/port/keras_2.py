@@ -5,37 +5,43 @@ from __future__ import annotations
 import ast
 import re
 
-from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.calls import argument, has_stars, is_constant, method
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
-_IMAGES = "keras.preprocessing.image"
-_NOT_IN_3 = {"workers", "use_multiprocessing", "max_queue_size", "pickle_safe", "max_q_size"}
+_NOT_IN_3 = {"workers", "use_multiprocessing", "max_queue_size", "decay", "period"}
 
 
 def port(plan: PortPlan) -> None:
     """Replace them."""
     case = plan.case
-    if removed.asks_for_keras_2(case):
+    if case.asks_for_keras_2:
         return
     plan.each(_compile, case.methods("compile"))
-    for keyword in dict.fromkeys(removed.RATES.find(case)):
-        if isinstance(keyword, ast.keyword):
-            with plan.sure(keyword.value):
-                plan.rename(keyword.value, "learning_rate")
-    plan.each(_generator, (one for one in removed.GENERATORS.find(case) if isinstance(one, Event)))
-    if any(True for _ in removed.IMAGES.find(case)):
-        with plan.sure(1):
-            _import_images(plan)
+    plan.each(_rate, (one for one in case.events if case.is_keras_optimizer(one.node)))
+    plan.each(_generator, case.methods("fit_generator", "evaluate_generator", "predict_generator"))
     plan.each(_file_of, case.named("keras.callbacks.ModelCheckpoint"))
+    for event in case.events:
+        of_keras = case.name(event.node).startswith("keras.") or method(event.node).startswith(("fit", "evaluate"))
+        for keyword in event.node.keywords if of_keras else ():
+            if keyword.arg in _NOT_IN_3:
+                plan.leave(keyword.value, f"Keras 3 does not take {keyword.arg}= here", "leave it out")
+    for module, line in case.imported.items():
+        if module == "keras.preprocessing.image":
+            plan.leave(line, f"Keras 3 has no {module}", "import it from tensorflow.keras.preprocessing.image")
 
 
 def _compile(plan: PortPlan, event: Event) -> None:
     call = event.node
     if not has_stars(call):
         plan.drop(call, [one for one in call.keywords if one.arg == "experimental_run_tf_function"])
+
+
+def _rate(plan: PortPlan, event: Event) -> None:
+    rate = argument(event.node, "lr")
+    if rate is not None:
+        plan.rename(rate, "learning_rate")
 
 
 def _generator(plan: PortPlan, event: Event) -> None:
@@ -49,19 +55,6 @@ def _generator(plan: PortPlan, event: Event) -> None:
     given = argument(call, "generator")
     if given is not None:
         plan.rename(given, "x")
-
-
-def _import_images(plan: PortPlan) -> None:
-    """tf.keras still has ``ImageDataGenerator``."""
-    for node in plan.case.nodes:
-        match node:
-            case ast.ImportFrom(
-                module="keras.preprocessing.image", names=[ast.alias(name="ImageDataGenerator", asname=other)]
-            ):
-                alias = f" as {other}" if other else ""
-                plan.edit("swap", node, f"from tensorflow.{_IMAGES} import ImageDataGenerator{alias}")
-                return
-    plan.leave(1, "the package keras has no ImageDataGenerator any more", f"import it from tensorflow.{_IMAGES}")
 
 
 def _file_of(plan: PortPlan, event: Event) -> None:

@@ -9,7 +9,6 @@ from difflib import SequenceMatcher
 from textwrap import fill
 
 from hvdkit.common.units import count_text
-from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.steps import UNDECIDED
@@ -106,7 +105,7 @@ def _planned(text: ScriptText, careful: bool = False) -> tuple[PortPlan, ScriptT
     """What is changed, and the script with it; once more, ``careful``, where not all changes fit."""
     plan = PortPlan(text, careful)
     library = plan.case.library
-    if library not in _FROM or any(removed.GRAPHS.find(plan.case)):  # those are in the findings
+    if library not in _FROM or plan.case.of_tensorflow_1:  # those are in the findings
         return plan, text
     try:
         _FROM[library](plan)
@@ -129,18 +128,11 @@ def _tidy(before: ScriptText, after: ScriptText) -> ScriptText:
     edits = Edits(after)
     for statement in (one for one in ast.walk(after.tree) if isinstance(one, (ast.Import, ast.ImportFrom))):
         base = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
-        unused = [one for one in statement.names if _is_gone(base, one, gone)]
-        if unused and after.stands_alone(statement):
-            if len(unused) == len(statement.names):
-                edits.edit("remove", statement)
-            else:
-                edits.drop(statement, unused)
+        names = {one.asname or one.name for one in statement.names}
+        left_behind = all(_LEFT_BEHIND.match(base + one.name) for one in statement.names)
+        if names <= gone and left_behind and after.stands_alone(statement):
+            edits.edit("remove", statement)
     return edits.parsed() if edits.asked else after
-
-
-def _is_gone(base: str, alias: ast.alias, gone: set[str]) -> bool:
-    plain = bool(alias.asname or base or "." not in alias.name)
-    return plain and (alias.asname or alias.name) in gone and _LEFT_BEHIND.match(base + alias.name) is not None
 
 
 def _used(tree: ast.Module) -> set[str]:

@@ -106,12 +106,7 @@ def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
     if not ours.steps:
         found.verdict = "Nothing was compared: no step of an optimizer of PyTorch or of Keras on TensorFlow was seen."
         return False
-    try:
-        (theirs,) = runs.run("the script itself", "theirs-1", 0, batches="ours-1")
-    except _Failed as failed:  # it was written for older libraries, say: one rank stands for it, and proves less
-        differs = "" if _two_ranks(runs, found, ours, ours, reference=1) else f" {found.verdict}"
-        found.verdict = f"{failed}\n2 ranks are compared with 1 rank of the ported script instead:{differs}"
-        return False
+    (theirs,) = runs.run("the script itself", "theirs-1", 0, batches="ours-1")
     said, equal = _compare(ours, theirs)
     own = "" if theirs.same is not False else ", which was given the same batches: it draws another order"
     found.lines.append(f"1 rank: {said} the script itself{own}.")
@@ -126,14 +121,11 @@ def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
     return bool(equal) and _two_ranks(runs, found, theirs, ours)
 
 
-def _two_ranks(
-    runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: TrialRecording, reference: int = 0
-) -> bool:
-    """Compare 2 ranks with the script itself, or with the ported one on 1 rank.
+def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: TrialRecording) -> bool:
+    """Compare 2 ranks with the script itself.
 
     Args:
         whole, again: two runs in one process, whose epoch is that of the script.
-        reference: ranks of the run to compare with; 0: the script itself.
     """
     ranks = runs.run("the ported script on 2 ranks", "ours-2", 2, dropout=False)
     apart = next((at for at, pair in enumerate(zip(*(one.steps for one in ranks), strict=False), 1)
@@ -169,7 +161,7 @@ def _two_ranks(
         found.verdict = f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
         return True
     given.write(runs.directory / "union", 0)
-    (theirs,) = runs.run("one process on the batches of 2 ranks", "theirs-2", reference, batches="union", dropout=False)
+    (theirs,) = runs.run("one process on the batches of 2 ranks", "theirs-2", 0, batches="union", dropout=False)
     said, equal = _compare(ranks[0], theirs)
     off = ", without dropout, whose masks each rank draws" if "dropout" in ranks[0].notes else ""
     found.lines.append(f"{agreed}: {said} one process on both ranks' batches, which has the same learning rate{off}.")

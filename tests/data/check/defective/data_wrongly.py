@@ -6,7 +6,7 @@ hvd.init()
 train = TensorDataset(torch.load("x.pt"), torch.load("y.pt"))
 test = TensorDataset(torch.load("x_test.pt"), torch.load("y_test.pt"))
 sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.local_rank())  # finds: dataset-sharded-wrongly
-test_sampler = DistributedSampler(test, shuffle=False)  # finds: sampler-without-ranks
+test_sampler = DistributedSampler(test, shuffle=False)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -5,30 +5,30 @@ import horovod.tensorflow.keras as hvd
 from keras.preprocessing.image import ImageDataGenerator
 
 hvd.init()
-config = tf.ConfigProto()  # finds: removed
+config = tf.ConfigProto()
 config.gpu_options.visible_device_list = str(hvd.local_rank())
-tf.keras.backend.set_session(tf.Session(config=config))  # finds: removed
+tf.keras.backend.set_session(tf.Session(config=config))
 (images, labels), _ = tf.keras.datasets.mnist.load_data(path="mnist-%d.npz" % hvd.rank())
 images = images[..., tf.newaxis] / 255.0
 model = models.Sequential([layers.Flatten(), layers.Dense(10, activation="softmax")])
 scaled_lr = 0.001 * hvd.size()
-opt = tf.optimizers.Adadelta(lr=scaled_lr)  # finds: removed
+opt = tf.optimizers.Adadelta(lr=scaled_lr)
 opt = hvd.DistributedOptimizer(opt)  # finds: keras-3-optimizer
 model.compile(
     loss="sparse_categorical_crossentropy",
     optimizer=opt,
-    experimental_run_tf_function=False,  # finds: removed
+    experimental_run_tf_function=False,
 )
 callbacks = [
-    hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # finds: keras-3-callback
-    hvd.callbacks.MetricAverageCallback(),  # finds: keras-3-callback
-    hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3),  # finds: keras-3-callback
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+    hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3),
 ]
 if hvd.rank() == 0:
-    callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5", period=5))  # finds: removed
-    callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))  # finds: resume-on-some-ranks
-turned = ImageDataGenerator(rotation_range=8)  # finds: removed
-model.fit_generator(  # finds: removed
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5", period=5))
+    callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))
+turned = ImageDataGenerator(rotation_range=8)
+model.fit_generator(
     turned.flow(images, labels, batch_size=128),
     steps_per_epoch=500 // hvd.size(),
     callbacks=callbacks,

@@ -237,7 +237,8 @@ class Edits:
     ) -> Iterator[tuple[Piece, Change]]:
         """The pieces of a call that go, and those that come."""
         text = self.text
-        given = sorted([*call.args, *call.keywords], key=lambda one: (one.lineno, one.col_offset))
+        given: list[_Placed] = [*call.args, *call.keywords]
+        given.sort(key=lambda one: (one.lineno, one.col_offset))
         pieces = [text.argument(call, one) for one in given]
         kept = [place for place, one in enumerate(given) if one not in gone]
         for stays, run in groupby(range(len(given)), lambda place: place in kept):

@@ -129,10 +129,11 @@ class PortPlan:
 
     def rename(self, node: ast.expr, keyword: str, value: str | None = None) -> None:
         """Give an argument this keyword, "" for none, and another value."""
-        named = self.case.parents[node]
-        had = isinstance(named, ast.keyword)
-        piece = self.text.piece(named) if isinstance(named, ast.keyword) else self.text.argument(named, node)
-        self.edits.change(piece._replace(level=1), as_keyword(keyword, value, had))
+        whole = self.case.parents[node]
+        piece = self.text.piece(whole) if isinstance(whole, ast.keyword) else self.text.piece(node)
+        if isinstance(whole, ast.Call):
+            piece = self.text.argument(whole, node)
+        self.edits.change(piece._replace(level=1), as_keyword(keyword, value, isinstance(whole, ast.keyword)))
 
     def add(self, call: ast.Call, value: str, keyword: str = "", place: int | None = None) -> None:
         """Give a call one more argument, at the end or at a place further up; ``Unsure`` of ``f(x for x in y)``."""

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from trace_files import allocation, data, event, gloo, kernel, step, wait, write
+from trace_files import data, event, gloo, kernel, step, wait, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
@@ -39,7 +39,7 @@ def test_ddp_on_cpus(tmp_path):
     )  # fmt: skip
     assert found.notes == ()
     assert [one.number for one in found.steps] == [5]
-    check(found.steps[0], begin=0, duration=100, computation=59, communication=30, exposed=21, data=10)
+    check(found.steps[0], begin=0, duration=100, computation=59, exposed=21, data=10)
 
 
 def test_the_wait_for_horovod_is_exposed_and_said_to_be_all_that_is_seen(tmp_path):
@@ -116,14 +116,14 @@ def test_gpus_streams_and_copies(tmp_path):
     check(found.times, window=50, computation=15, communication=30, overlapped=5, exposed=25, copies=3, other=7)
     assert found.computed_by == "GPU kernels"
     operators = {one.name: one for one in found.operators}
-    check(operators["aten::mm"], self_ms=2, total_ms=4, gpu_self_ms=13, gpu_total_ms=23)
-    check(operators["aten::bmm"], self_ms=2, gpu_self_ms=10, gpu_total_ms=10)
+    check(operators["aten::mm"], self_ms=2, gpu_self_ms=13)
+    check(operators["aten::bmm"], self_ms=2, gpu_self_ms=10)
     assert operators["sgemm"].kind == "kernel" and operators["Memcpy HtoD"].kind == "copy"
     assert operators["ncclDevKernel_AllReduce_Sum_f32_RING_LL"].kind == "communication"
     assert len(found.steps) == 1
 
 
-def test_self_and_total_time_and_calls(tmp_path):
+def test_self_times_and_calls(tmp_path):
     """outer 0-100 holds inner 10-30 and itself again 40-90, which holds inner 50-60; another thread is apart."""
     found = times(
         tmp_path / "t.json",
@@ -132,8 +132,8 @@ def test_self_and_total_time_and_calls(tmp_path):
     )  # fmt: skip
     outer, inner = (next(one for one in found.operators if one.name == name) for name in ("outer", "inner"))
     assert (outer.calls, inner.calls) == (2, 3)
-    check(outer, self_ms=70, total_ms=100)
-    check(inner, self_ms=130, total_ms=130)
+    check(outer, self_ms=70)
+    check(inner, self_ms=130)
     assert "no steps" in found.notes[0]
 
 
@@ -142,7 +142,7 @@ def test_communication_in_the_background_holds_nothing(tmp_path):
     found = times(tmp_path / "t.json", event("node", 0, 20), gloo(5, 40), event("aten::mm", 10, 5), event("z", 30, 5))
     operators = {one.name: one for one in found.operators}
     check(operators["node"], self_ms=15)
-    check(operators["gloo:all_reduce"], self_ms=40, total_ms=40)
+    check(operators["gloo:all_reduce"], self_ms=40)
     check(operators["z"], self_ms=5)
 
 
@@ -162,7 +162,7 @@ def test_an_optimizer_step_may_end_in_the_next_step(tmp_path):
         event("Optimizer.step#SGD.step", 20, 31, "user_annotation"), wait(21, 20), event("aten::add", 42, 5),
     )  # fmt: skip
     operators = {one.name: one for one in found.operators}
-    check(operators["Optimizer.step#SGD.step"], self_ms=6, total_ms=31)
+    check(operators["Optimizer.step#SGD.step"], self_ms=6)
 
 
 def test_whole_microseconds_may_let_a_call_end_after_its_caller(tmp_path):
@@ -170,20 +170,6 @@ def test_whole_microseconds_may_let_a_call_end_after_its_caller(tmp_path):
     inner = {**event("inner", 0, 0), "ts": 12, "dur": 4}
     found = times(tmp_path / "t.json", outer, inner)
     check(next(one for one in found.operators if one.name == "outer"), self_ms=0.002)
-
-
-def test_memory_goes_to_the_operator_that_asked_for_it(tmp_path):
-    found = times(
-        tmp_path / "t.json",
-        event("outer", 0, 20), event("aten::empty", 5, 5), event("outer", 5, 5, tid=8),
-        allocation(1, 100, 1100), allocation(6, 4000, 5100), allocation(12, -3000, 2100),
-        allocation(6, 1 << 20, kind=1, device=0, tid=8), allocation(7, -(1 << 19), kind=1, device=0, tid=8),
-    )  # fmt: skip
-    cpu, gpu = found.memory
-    assert (cpu.device, cpu.peak, cpu.growth, cpu.allocated) == ("CPU", 5100, 1100, 4100)
-    assert (gpu.device, gpu.peak, gpu.growth, gpu.allocated) == ("GPU 0", 1 << 20, 1 << 19, 1 << 20)
-    operators = {one.name: one.bytes for one in found.operators}
-    assert operators == {"outer": 100 - 3000 + (1 << 19), "aten::empty": 4000}
 
 
 def test_steps_with_the_same_number_and_what_lies_outside(tmp_path):
@@ -220,14 +206,12 @@ def test_skew_between_ranks_needs_no_common_clock(tmp_path):
     paths = ranks(tmp_path, 40, 90, 60)
     found = summarize([paths[2], paths[0], paths[1]])
     assert [rank.rank for rank in found.ranks] == [0, 1, 2]
-    check(found.skew, collectives=2, median=50, largest=50)
+    check(found.skew, collectives=2, median=50)
     assert [one.waiting for one in found.skew.ranks] == pytest.approx([50, 0, 30])
     assert [one.cost for one in found.skew.ranks] == pytest.approx([0, 30, 0]), "behind the typical rank"
     (cause,) = found.causes
     assert (cause.kind, cause.ranks) == ("compute", (1,)) and cause.lost_s == pytest.approx(0.03)
     assert [one.last for one in found.skew.ranks] == [0, 2, 0]
-    assert [one.late for one in found.skew.ranks] == pytest.approx([0, 50, 20])
-    assert [one.computation for one in found.skew.ranks] == pytest.approx([40, 90, 60])
     assert summarize([tmp_path]) == summarize(paths)
 
 
@@ -294,8 +278,6 @@ def test_traces_of_jobs_of_different_size_are_not_one_run(tmp_path):
     second = write(tmp_path / "trace-1-of-2.json", step(0, 0, 10), wait(0, 5))
     with pytest.raises(InvalidArgumentError, match=r"not of one run: .*of 4 ranks and .*of 2 ranks"):
         summarize([first, second])
-    nameless = write(tmp_path / "rank1.json", step(0, 0, 10), wait(0, 5))  # which says no size fits any
-    assert [rank.rank for rank in summarize([first, nameless]).ranks] == [0, 1]
 
 
 def test_intervals_against_a_grid():
@@ -326,7 +308,7 @@ def test_the_command(tmp_path, capsys):
     assert run(["trace", "summary", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["ranks"][1]["times"]["exposed_s"] == pytest.approx(0.02)
-    assert values["skew"]["largest_s"] == pytest.approx(0.05)
+    assert values["skew"]["median_s"] == pytest.approx(0.05)
 
 
 def test_mistakes_on_the_command_line(tmp_path, capsys):

@@ -65,7 +65,7 @@ def test_waits_and_data_loading_have_names_in_the_trace(tmp_path, torch, horovod
     assert (found.rank, found.size, len(found.steps)) == (1, 3, 2)
     calls = {one.name: one.calls for one in found.operators if one.kind == "communication"}
     assert calls == {"hvdkit:allreduce_wait": 2, "hvdkit:collective_wait": 4}
-    assert all(step.data > 0 and step.communication > 0 and step.computation > 0 for step in found.steps)
+    assert all(step.data > 0 and step.exposed > 0 and step.computation > 0 for step in found.steps)
     assert optimizer.synchronized == 4, "the wait itself is the optimizer's own, once a step"
     assert {name: module.synchronize for name, module in horovod.items()} == before, "nothing is left behind"
     assert "synchronize" not in vars(optimizer)

@@ -34,15 +34,6 @@ def kernel(name, start, length, stream=7, external=0):
     return event(name, start, length, "kernel", tid=stream, pid=0, **{"External id": external, "stream": stream})
 
 
-def allocation(time, size, total=None, tid=7, kind=0, device=-1):
-    arguments = {"Bytes": size, "Addr": 1, "Device Type": kind, "Device Id": device}
-    arguments |= {} if total is None else {"Total Allocated": total}
-    return {
-        "ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 42, "tid": tid,
-        "ts": time * MS, "args": arguments,
-    }  # fmt: skip
-
-
 def text(*events, rank=None, size=2, behind=True):
     """The JSON as PyTorch writes it: events in the middle, some entries around them."""
     head = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "a"}, {"id": 1, "name": "b"}]}

@@ -32,7 +32,7 @@ from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read as read_timeline
 from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
 from hvdkit.read.trace.reader import collect as collect_trace
-from hvdkit.read.trace.summary import files_of, nest, one_rank, self_times_by_step
+from hvdkit.read.trace.summary import files_of, one_rank, self_times_by_step
 
 STEP = "step"
 _MONITORED = ("step", "input", "compute", "wait")
@@ -232,7 +232,7 @@ def of_traces(path: Path, traces: Sequence[Path]) -> Side:
     traces = files_of(list(traces))
     columns = collect_trace(traces[0])
     rank = one_rank(columns)
-    self_times, count = self_times_by_step(columns, nest(columns))
+    self_times, count = self_times_by_step(columns)
     calls = {(one.name, one.kind): one.calls / count for one in rank.operators}
     notes = []
     if len(traces) > 1:

@@ -13,6 +13,27 @@ from hvdkit.steps.ranks import name_ranks
 _MUCH = 0.1
 """Share of a step below which data loading and exchanges of all ranks are as they should be."""
 _MS = 1e-3
+_IDLE = {
+    "copying": (
+        "copying",
+        "data is copied between host and GPU meanwhile",
+        "Copy while the GPU computes: pin_memory=True in the DataLoader, .to(device, non_blocking=True), fewer .cpu() "
+        "and .item().",
+    ),
+    "synchronising": (
+        "synchronising",
+        "the host is in calls that wait for the GPU ({call})",
+        "Synchronise less often: keep losses and metrics on the GPU and read them once in many steps, and avoid "
+        ".item(), nonzero() and conditions on tensors.",
+    ),
+    "launching": (
+        "host-bound",
+        "the host is slower than the GPU (host-bound)",
+        "Give the GPU more at a time: a larger batch, torch.compile or CUDA graphs, fused optimizers, less Python and "
+        "logging in the step.",
+    ),
+}
+"""Why a GPU is idle, by the field of ``IdleGpu``: a word, what is said, what to do."""
 
 
 def causes(summary: TraceSummary) -> list[Cause]:
@@ -42,38 +63,17 @@ def _idle_gpu(summary: TraceSummary) -> list[Cause]:
         return []
     rank, gpu = min(idle, key=lambda pair: pair[1].idle - pair[1].loading)
     lost = (gpu.idle - gpu.loading) / max(1, len(rank.steps))
-    reasons = {
-        "copying": (
-            "data is copied between host and GPU meanwhile",
-            "Copy while the GPU computes: pin_memory=True in the DataLoader, .to(device, non_blocking=True), fewer "
-            ".cpu() and .item().",
-        ),
-        "synchronising": (
-            f"the host is in calls that wait for the GPU ({gpu.call})",
-            "Synchronise less often: keep losses and metrics on the GPU and read them once in many steps, and avoid "
-            ".item(), nonzero() and conditions on tensors.",
-        ),
-        "launching": (
-            "the host is slower than the GPU (host-bound)",
-            "Give the GPU more at a time: a larger batch, torch.compile or CUDA graphs, fused optimizers, less Python "
-            "and logging in the step.",
-        ),
-    }
-    reason = max(reasons, key=lambda name: getattr(gpu, name))
-    times = {
-        "loading": "loading data",
-        "copying": "copying",
-        "synchronising": "synchronising",
-        "launching": "host-bound",
-    }
+    reason = max(_IDLE, key=lambda name: getattr(gpu, name))
+    each = {"loading": "loading data", **{name: word for name, (word, _, _) in _IDLE.items()}}
     parts = ", ".join(
-        f"{word} {duration_text(1e3 * getattr(gpu, name) / max(1, len(rank.steps)))}" for name, word in times.items()
+        f"{word} {duration_text(1e3 * getattr(gpu, name) / max(1, len(rank.steps)))}" for name, word in each.items()
     )
     share = gpu.idle / (rank.times.window or 1.0)
     who = "The GPU is" if len(summary.ranks) == 1 else "Every GPU is"
-    what = f"{who} idle for {share_text(share)} of the time: {reasons[reason][0]}."
+    _, why, advice = _IDLE[reason]
+    what = f"{who} idle for {share_text(share)} of the time: {why.format(call=gpu.call)}."
     evidence = f"kernels and calls of a step, idle while {parts}"
-    return [_cause(summary, "idle-gpu", lost, evidence, what, reasons[reason][1])]
+    return [_cause(summary, "idle-gpu", lost, evidence, what, advice)]
 
 
 def _each(rank: RankTrace, name: str) -> float:

@@ -10,15 +10,15 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, count_text, printable, share_text, shortened
+from hvdkit.common.units import count_text, printable, share_text, shortened
 from hvdkit.read.causes import verdict
 from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.merging import merge as merge_files
-from hvdkit.read.trace.results import DeviceMemory, Operator, RankTrace, TraceSkew, TraceSummary
+from hvdkit.read.trace.results import Operator, RankTrace, TraceSkew, TraceSummary
 from hvdkit.read.trace.summary import summarize
 
 SUBCOMMANDS = {
-    "summary": ("hvdkit.read.trace.cli:summary", "Operators, communication, data loading, memory, rank by rank."),
+    "summary": ("hvdkit.read.trace.cli:summary", "Operators, communication, data loading, rank by rank."),
 }
 
 
@@ -64,9 +64,8 @@ def summary(traces: tuple[Path, ...], top: int, form: str | None) -> int:
 @click.argument("timeline", type=PATH)
 @click.argument("trace", type=PATH)
 @click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
-@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE.")
 @click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
-def merge(timeline: Path, trace: Path, output: Path, offset_us: float, form: str | None) -> int:
+def merge(timeline: Path, trace: Path, output: Path, form: str | None) -> int:
     """Merge a timeline and a trace of torch.profiler on one time axis, and show how much communication is exposed.
 
     TRACE is what export_chrome_trace wrote on rank 0 in the same run. Exposed is the time in which a collective ran and
@@ -78,7 +77,7 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, form: str
 
     Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
     """
-    overlap = merge_files(timeline, trace, output, offset_us=offset_us)
+    overlap = merge_files(timeline, trace, output)
     rows = [
         (name, f"{value:.3f}", share_text(value / overlap.window))
         for name, value in (
@@ -122,15 +121,6 @@ def summary_page(summary: TraceSummary, top: int) -> Page:
     found.append(_times(ranks, summary.skew))
     found.append(f"computation: {'; '.join(dict.fromkeys(rank.computed_by for rank in ranks))}")
     found += [f"note: {note}" for note in dict.fromkeys(note for rank in ranks for note in rank.notes)]
-    if memory := [(rank.rank, one) for rank in ranks for one in rank.memory]:
-        cells: dict[str, Callable[[tuple[int | None, DeviceMemory]], object]] = {
-            "memory": lambda row: row[1].device,
-            "rank": lambda row: "?" if row[0] is None else row[0],
-            "peak": lambda row: bytes_text(row[1].peak),
-            "growth": lambda row: _signed_bytes(row[1].growth),
-            "allocated in all": lambda row: bytes_text(row[1].allocated),
-        }
-        found.append(Table.of(memory, cells))
     skew = f"not known ({summary.skew_note})" if summary.skew is None else _skew(summary.skew)
     found.append(f"skew between ranks: {skew}")
     return Page([*found, *([_operators(ranks, top)] if top else [])])
@@ -141,9 +131,7 @@ def _headline(rank: RankTrace) -> str:
     who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
     numbers = " to ".join(dict.fromkeys(str(step.number) for step in (*rank.steps[:1], *rank.steps[-1:])))
     steps = f"{count_text(len(rank.steps), 'step')} ({numbers})" if rank.steps else "no steps"
-    odd = [f"{count_text(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
-    odd += [f"{count_text(rank.repeated, 'repeated event')}, counted once"] if rank.repeated else []
-    extra = f"; {', '.join(odd)}" if odd else ""
+    extra = f"; {count_text(rank.skipped, 'event')} without a usable time" if rank.skipped else ""
     return f"{who}: {steps}, {count_text(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
 
 
@@ -175,51 +163,38 @@ def _times(ranks: Sequence[RankTrace], skew: TraceSkew | None) -> Table:
     return Table("", [heading, *map(label, ranks)], rows, left=[heading])
 
 
-def _signed_bytes(size: float) -> str:
-    return ("-" if size < 0 else "") + bytes_text(abs(size))
-
-
 def _skew(skew: TraceSkew) -> str:
-    ranks = ", ".join(
-        f"rank {rank.rank}: last in {rank.last}, {rank.late:.3f} ms late on average, {rank.computation:.3f} ms "
-        "of computation a step"
-        for rank in skew.ranks
-    )
+    last = ", ".join(f"rank {rank.rank} in {rank.last}" for rank in skew.ranks)
     return (
-        f"in {skew.collectives} collectives the last rank came {skew.median:.3f} ms after the first (median; largest "
-        f"{skew.largest:.3f} ms); {ranks}"
+        f"in {skew.collectives} collectives the last rank came {skew.median:.3f} ms after the first (median); last was "
+        f"{last}"
     )
 
 
 def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
     """Means over the ranks, 0 where one has no such call; the spread where there are several."""
     calls: dict[tuple[str, str], list[Operator]] = {}
-    for one in (one for rank in ranks for one in rank.operators):
-        calls.setdefault((one.name, one.kind), []).append(one)
+    for operator in (operator for rank in ranks for operator in rank.operators):
+        calls.setdefault((operator.name, operator.kind), []).append(operator)
 
-    def values(row: Sequence[Operator], *fields: str) -> list[float]:
-        """Of each rank the sum of the fields."""
-        found = [sum(float(getattr(one, field)) for field in fields) for one in row]
-        return found + [0.0] * (len(ranks) - len(row))
+    def values(row: Sequence[Operator], field: str) -> list[float]:
+        return [float(getattr(of_rank, field)) for of_rank in row] + [0.0] * (len(ranks) - len(row))
 
     def spread(row: Sequence[Operator]) -> str | None:
         own = values(row, "self_ms")
         return f"{min(own):.3f} to {max(own):.3f}" if len(own) > 1 else None
 
-    def mean(field: str) -> Callable[[Sequence[Operator]], str]:
-        return lambda row: f"{fmean(values(row, field)):.3f}"
+    def most(key: tuple[str, str]) -> float:
+        return max(map(sum, zip(values(calls[key], "self_ms"), values(calls[key], "gpu_self_ms"), strict=True)))
 
-    order = sorted(calls, key=lambda key: (-max(values(calls[key], "gpu_self_ms", "self_ms")), key))
+    order = sorted(calls, key=lambda key: (-most(key), key))
     cells: dict[str, Callable[[Sequence[Operator]], object]] = {
         f"operator ({min(top, len(order))} of {len(order)})": lambda row: shortened(row[0].name, _NAME_WIDTH),
         "kind": lambda row: row[0].kind,
         "calls": lambda row: f"{fmean(values(row, 'calls')):.4g}",
-        "self ms": mean("self_ms"),
+        "self ms": lambda row: f"{fmean(values(row, 'self_ms')):.3f}",
         "self ms of ranks": spread,
-        "total ms": mean("total_ms"),
     }
-    if any(one.gpu_total_ms for row in calls.values() for one in row):
-        cells |= {"GPU self ms": mean("gpu_self_ms"), "GPU total ms": mean("gpu_total_ms")}
-    if any(rank.memory for rank in ranks):
-        cells["memory"] = lambda row: _signed_bytes(fmean(values(row, "bytes")))
+    if any(operator.gpu_self_ms for row in calls.values() for operator in row):
+        cells["GPU self ms"] = lambda row: f"{fmean(values(row, 'gpu_self_ms')):.3f}"
     return Table.of([calls[key] for key in order[:top]], cells)

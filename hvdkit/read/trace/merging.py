@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdkit.common import files
 from hvdkit.common.json_files import Document
-from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
+from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline import columns as timelines
 from hvdkit.read.timeline.measures import common, inside, joined, length, union
@@ -22,11 +22,6 @@ from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.trace.reader import Source, TraceFile, collect
 from hvdkit.read.trace.reader import read as read_trace
 from hvdkit.read.trace.summary import Sets
-
-LONGEST_OFFSET = 10**12
-"""Microseconds (eleven days) past which an offset is no correction of a clock."""
-EARLIEST_EPOCH = 10**15
-"""Microseconds since 1970 (September 2001) below which a time was not counted from 1970."""
 
 
 class Overlap(Document, frozen=True):
@@ -58,7 +53,7 @@ class Overlap(Document, frozen=True):
     operations: int
 
 
-def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset_us: float = 0.0) -> Overlap:
+def merge(timeline: str | Path, trace: str | Path, output: str | Path) -> Overlap:
     """Write a timeline and a profiler trace of rank 0 of the same run to one file, and say how they overlap.
 
     The output is the trace as it was, with a further process "Horovod" that has one track per tensor. Both clocks
@@ -68,14 +63,10 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
         timeline: written by Horovod.
         trace: written by torch.profiler on rank 0 during the same run.
         output: the file to write, for chrome://tracing or Perfetto; compressed where the name ends in .gz.
-        offset_us: microseconds to add to the times of the trace, where its clock is known to be off.
     Raises:
-        InvalidArgumentError: an offset that is no number of microseconds.
         DataNotFoundError, DataError: a file is missing or damaged, the clocks cannot be aligned, the two do not overlap
             in time, or the output cannot be written.
     """
-    if not abs(offset_us) <= LONGEST_OFFSET:
-        raise InvalidArgumentError(f"the offset must be microseconds, at most {LONGEST_OFFSET:g}, got {offset_us:g}.")
     recording, file = read(timeline), read_trace(trace)
     profile, operations = collect(file), timelines.collect(recording)
     if not np.isin(profile.source, (Source.CPU_OPERATOR, Source.KERNEL)).any():
@@ -90,8 +81,8 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
             f"the clock of {str(recording.path)!r} cannot be aligned: the event that says when the recording started "
             "(start_time_since_epoch_in_micros, the first of the file) is missing; give the whole file."
         )
-    base = _base(file, float(profile.start.min()))
-    shift = (recording.start_time_since_epoch * 1000 - base) / 1000 - offset_us
+    base = _base(file)
+    shift = (recording.start_time_since_epoch * 1000 - base) / 1000
     first, last = float(operations.begin.min()) + shift, float(operations.end.max()) + shift
     recorded = profile.source != Source.HOROVOD
     since, until = float(profile.start[recorded].min()), float(profile.end[recorded].max())
@@ -99,8 +90,7 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
         raise DataError(
             f"{str(recording.path)!r} (operations from {_clock(base, first)} to {_clock(base, last)} UTC) and "
             f"{str(file.path)!r} ({_clock(base, since)} to {_clock(base, until)} UTC) are "
-            f"{max(first - until, since - last) / 1e6:.3g} s apart; give files of the same run, or --offset-us with "
-            "what to add to the trace's times."
+            f"{max(first - until, since - last) / 1e6:.3g} s apart; give files of the same run."
         )
     overlap = _overlap(operations.exchange + shift, Sets(profile), max(first, since), min(last, until))
     with files.replacing(Path(output), recording.path, file.path) as merged:
@@ -109,26 +99,18 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
     return overlap
 
 
-def _base(file: TraceFile, first: float) -> int:
-    """Nanoseconds since 1970 from which the times of a trace count, of which ``first`` is the least.
+def _base(file: TraceFile) -> int:
+    """Nanoseconds since 1970 from which the times of a trace count.
 
-    Source: Kineto's output (torch 2.13): ts and dur in microseconds, baseTimeNanoseconds since 1970; before it had a
-        base, ts counted from 1970.
+    Source: Kineto's output (torch 2.13): ts and dur in microseconds, baseTimeNanoseconds since 1970.
     """
-    if "baseTimeNanoseconds" in file.entries:
-        try:
-            return msgspec.json.decode(file.entries["baseTimeNanoseconds"], type=int)
-        except msgspec.DecodeError as error:
-            raise CorruptDataError(
-                f"baseTimeNanoseconds of {str(file.path)!r} is {bytes(file.entries['baseTimeNanoseconds'])!r}; "
-                "expected nanoseconds since 1970."
-            ) from error
-    if first < EARLIEST_EPOCH:
+    try:
+        return msgspec.json.decode(file.entries.get("baseTimeNanoseconds", b""), type=int)
+    except msgspec.DecodeError as error:
         raise DataError(
-            f"the clock of {str(file.path)!r} cannot be aligned: its times start at {first:.0f} us after an unknown "
-            "moment; expected baseTimeNanoseconds in the file or times since 1970, as torch.profiler writes them."
-        )
-    return 0
+            f"the clock of {str(file.path)!r} cannot be aligned: expected baseTimeNanoseconds in the file, nanoseconds "
+            "since 1970, as torch.profiler writes it."
+        ) from error
 
 
 def _clock(base: int, time: float) -> str:

@@ -7,7 +7,6 @@ refused: what it lost cannot be told.
 from __future__ import annotations
 
 import gzip
-import math
 import re
 import zlib
 from array import array
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -37,20 +36,16 @@ class TraceArguments(msgspec.Struct, gc=False):
 
     external: Any = msgspec.field(default=None, name="External id")
     external_before: Any = msgspec.field(default=None, name="external id")
-    bytes: Any = msgspec.field(default=None, name="Bytes")
-    allocated: Any = msgspec.field(default=None, name="Total Allocated")
-    device_type: Any = msgspec.field(default=None, name="Device Type")
-    device: Any = msgspec.field(default=None, name="Device Id")
 
 
 class TraceEvent(msgspec.Struct, gc=False):
-    """One event; ``ts`` and ``dur`` in microseconds, as integers or with a fraction."""
+    """One event; ``ts`` and ``dur`` in microseconds."""
 
     ph: str = ""
     cat: str = ""
     name: str = ""
-    ts: Any = None
-    dur: Any = None
+    ts: float | None = None
+    dur: float | None = None
     pid: Any = None
     tid: Any = None
     args: TraceArguments | None = None
@@ -59,8 +54,8 @@ class TraceEvent(msgspec.Struct, gc=False):
 class Distributed(msgspec.Struct):
     """What ``torch.distributed`` told the profiler."""
 
-    rank: Any = None
-    world_size: Any = None
+    rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    world_size: int | None = None
 
 
 _EVENT = msgspec.json.Decoder(TraceEvent)
@@ -161,18 +156,15 @@ class Kind(IntEnum):
 
 SOURCES = {
     "cpu_op": Source.CPU_OPERATOR,
-    "operator": Source.CPU_OPERATOR,  # PyTorch 1.8 to 1.10
     "user_annotation": Source.CPU_RANGE,
     "kernel": Source.KERNEL,
     "cuda_runtime": Source.RUNTIME,
     "cuda_driver": Source.RUNTIME,
     "gpu_memcpy": Source.COPY,
-    "memcpy": Source.COPY,
     "gpu_memset": Source.COPY,
-    "memset": Source.COPY,
     "horovod": Source.HOROVOD,  # added by `hvdkit timeline merge`
 }
-"""Category of an event, in lower case, to where it happened; events of other categories do not count."""
+"""Category of an event to where it happened; events of other categories do not count."""
 
 LABELS = {
     Kind.COMPUTATION: "operator",
@@ -230,9 +222,7 @@ def step_number(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-MEMORY_EVENT = "[memory]"
 _OF = re.compile(r"(?<![0-9])(\d{1,7})-of-(\d{1,7})(?![0-9])")
-_RANK = re.compile(r"rank[-_.]?(\d{1,7})(?![0-9])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -248,13 +238,8 @@ class TraceColumns:
         thread: a number for each pair of process and thread.
         external: what joins a kernel to the operator that started it; -1 where nothing does.
         names: of the events.
-        memory_time, memory_thread, memory_bytes, memory_total: of allocations (negative where memory is freed): when,
-            where, how much, and how much was allocated on its device then (NaN where the file does not say).
-        memory_device: "CPU" or "GPU 0", as index into ``devices``.
-        devices: names of these.
         events: of the whole file.
         skipped: events that could not be used: no number for a time, a negative length.
-        repeated: events that are in the file twice, which count once.
     """
 
     path: Path
@@ -268,15 +253,8 @@ class TraceColumns:
     thread: NDArray[np.int64]
     external: NDArray[np.int64]
     names: list[str]
-    memory_time: Floats
-    memory_thread: NDArray[np.int64]
-    memory_bytes: Floats
-    memory_total: Floats
-    memory_device: NDArray[np.int64]
-    devices: list[str]
     events: int
     skipped: int
-    repeated: int
 
     def covered(self, mask: NDArray[np.bool_]) -> Intervals:
         """What the events of the mask cover together."""
@@ -300,42 +278,24 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
     file = source if isinstance(source, TraceFile) else read(source)
     names: dict[tuple[Source, str], int] = {}
     threads: dict[tuple[str, str], int] = {}
-    devices: dict[str, int] = {}
     starts, ends = array("d"), array("d")
     ids = array("q")  # name, thread, external, by turns
-    memory, memory_ids = array("d"), array("q")  # time, bytes, total; thread, device
     skipped = 0
     for event in file.decoded():
         if event is None:
             skipped += 1
             continue
-        if event.name == MEMORY_EVENT:
-            time, arguments = _number(event.ts), event.args
-            size = None if arguments is None else _number(arguments.bytes)
-            if time is None or arguments is None or size is None:
-                skipped += 1
-                continue
-            total = _number(arguments.allocated)
-            device = "CPU" if arguments.device_type in (0, None) else f"GPU {arguments.device}"
-            memory.extend((time, size, math.nan if total is None else total))
-            thread = threads.setdefault((str(event.pid), str(event.tid)), len(threads))
-            memory_ids.extend((thread, devices.setdefault(device, len(devices))))
-            continue
-        source_ = SOURCES.get(event.cat.lower())
+        source_ = SOURCES.get(event.cat)
         if source_ is None or event.ph != "X" or (source_ == Source.RUNTIME and not SYNCHRONISES.match(event.name)):
             continue
-        start, duration = _number(event.ts), _number(event.dur)
-        if start is None or duration is None or duration < 0:
+        if event.ts is None or event.dur is None or event.dur < 0:
             skipped += 1
             continue
-        external = None
-        if event.args is not None:
-            external = _whole(event.args.external if event.args.external is not None else event.args.external_before)
-        starts.append(start)
-        ends.append(start + duration)
+        starts.append(event.ts)
+        ends.append(event.ts + event.dur)
         ids.append(names.setdefault((source_, event.name), len(names)))
         ids.append(threads.setdefault((str(event.pid), str(event.tid)), len(threads)))
-        ids.append(-1 if external is None else external)
+        ids.append(_external(event.args))
     if not starts:
         raise CorruptDataError(
             f"no operator and no kernel in {str(file.path)!r} ({len(file.events)} events); expected a trace that "
@@ -345,75 +305,41 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
     name, thread_of, external_of = np.frombuffer(ids, np.int64).reshape(-1, 3).T
     sources = np.array([source_ for source_, _ in names], np.int64)
     kinds = np.array([kind_of(source_, text) for source_, text in names], np.int64)
-    repeated = _repeated(name, thread_of, start_of, end_of, np.where(kinds[name] == Kind.STEP, 1, external_of))
     order = np.lexsort((-end_of, start_of, thread_of))
-    keep = order[~repeated[order]]
-    memory_time, memory_bytes, memory_total = np.array(memory, np.float64).reshape(-1, 3).T
-    memory_thread, memory_device = np.array(memory_ids, np.int64).reshape(-1, 2).T
     rank, size_of_job = rank_of(file)
     return TraceColumns(
         path=file.path,
         rank=rank,
         size=size_of_job,
-        start=start_of[keep],
-        end=end_of[keep],
-        name=name[keep],
-        source=sources[name[keep]],
-        kind=kinds[name[keep]],
-        thread=thread_of[keep],
-        external=external_of[keep],
+        start=start_of[order],
+        end=end_of[order],
+        name=name[order],
+        source=sources[name[order]],
+        kind=kinds[name[order]],
+        thread=thread_of[order],
+        external=external_of[order],
         names=[text for _, text in names],
-        memory_time=memory_time,
-        memory_thread=memory_thread,
-        memory_bytes=memory_bytes,
-        memory_total=memory_total,
-        memory_device=memory_device,
-        devices=list(devices),
         events=len(file.events),
         skipped=skipped,
-        repeated=int(repeated.sum()),
     )
 
 
 def rank_of(file: TraceFile) -> tuple[int | None, int | None]:
-    """Rank and size: of ``distributedInfo``, or else of a name such as trace-0-of-2.json.gz or rank3.json."""
+    """Rank and size: of ``distributedInfo``, or else of a name such as trace-0-of-2.json.gz."""
     try:
         distributed = msgspec.json.decode(file.entries.get("distributedInfo", b"{}"), type=Distributed)
     except _UNREADABLE:
         distributed = Distributed()
-    stated = _whole(distributed.rank), _whole(distributed.world_size)
-    if found := _OF.search(file.path.name):
-        named: tuple[int | None, int | None] = int(found[1]), int(found[2])
-    elif found := _RANK.search(file.path.name):
-        named = int(found[1]), None
-    else:
-        named = None, None
+    named = _OF.search(file.path.name)
     # A process group of one process says nothing about a job whose ranks another library connects.
-    return named if stated[0] is None or (stated[1] == 1 and named[0] is not None) else stated
+    if named and (distributed.rank is None or distributed.world_size == 1):
+        return int(named[1]), int(named[2])
+    return distributed.rank, distributed.world_size
 
 
-def _repeated(
-    name: NDArray[np.int64], thread: NDArray[np.int64], start: Floats, end: Floats, identity: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Which events are in the file before, the same in all. Without an identity (> 0) it may be a second short call."""
-    columns = (identity, name, end, start, thread)
-    order = np.lexsort(columns)
-    again = np.zeros(len(order), bool)
-    again[order[1:]] = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
-    return again & (identity > 0)
-
-
-def _number(value: Any) -> float | None:
-    """A finite number; older files write some as text."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _whole(value: Any) -> int | None:
-    number = _number(value)
-    return int(number) if number is not None and number >= 0 and number == int(number) and number < 2**53 else None
+def _external(arguments: TraceArguments | None) -> int:
+    """The number that a kernel and the operator that started it carry; -1 for none."""
+    if arguments is None:
+        return -1
+    number = arguments.external_before if arguments.external is None else arguments.external
+    return number if type(number) is int and 0 <= number < 2**53 else -1

@@ -18,20 +18,14 @@ class Operator:
         calls: how many.
         self_ms: in the calls themselves, without the calls inside them. For kernels and for communication in the
             background: all of it.
-        total_ms: in the calls with all that is inside; a call inside one of the same name does not count again.
         gpu_self_ms: kernels and copies that the calls started themselves.
-        gpu_total_ms: those and what was started inside.
-        bytes: allocated less freed by the calls themselves, on all devices.
     """
 
     name: str
     kind: str
     calls: int
     self_ms: float
-    total_ms: float
     gpu_self_ms: float
-    gpu_total_ms: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -90,34 +84,15 @@ class TraceStep:
         number: its own.
         begin: after the beginning of the window.
         duration: until its end.
-        computation, communication, exposed, data: what was in it, as in ``TraceTimes``.
+        computation, exposed, data: what was in it, as in ``TraceTimes``.
     """
 
     number: int
     begin: float
     duration: float
     computation: float
-    communication: float
     exposed: float
     data: float
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Of one device, in bytes, while it was recorded.
-
-    Attributes:
-        device: "CPU" or "GPU 0".
-        peak: most that was allocated at once; counted from the beginning of the recording where the profiler does not
-            say what had been allocated before.
-        growth: allocated less freed.
-        allocated: sum of all allocations.
-    """
-
-    device: str
-    peak: int
-    growth: int
-    allocated: int
 
 
 @dataclass(frozen=True)
@@ -130,9 +105,8 @@ class RankTrace:
         times: of the window.
         computed_by: what counts as computation, in words.
         steps: in order of time.
-        memory: by device; empty where it was not recorded.
         operators: by the time in themselves, the largest first.
-        events, skipped, repeated: of the file; see ``TraceColumns``.
+        events, skipped: of the file; see ``TraceColumns``.
         notes: what a reader must know about the figures.
         gpu: when it did nothing; None where no GPU was recorded.
     """
@@ -143,11 +117,9 @@ class RankTrace:
     times: TraceTimes
     computed_by: str
     steps: tuple[TraceStep, ...]
-    memory: tuple[DeviceMemory, ...]
     operators: tuple[Operator, ...]
     events: int
     skipped: int
-    repeated: int
     notes: tuple[str, ...]
     gpu: IdleGpu | None = None
 
@@ -158,17 +130,13 @@ class TraceRankSkew:
 
     Attributes:
         rank: its number.
-        computation: in a step, the mean.
         last: collectives to which it came last.
-        late: by how much it came after the first, the mean over all collectives.
         waiting: in a step, for the last rank, the mean.
         cost: in a step, for which it kept the others waiting, the mean (``lateness.costs``).
     """
 
     rank: int
-    computation: float
     last: int
-    late: float
     waiting: float
     cost: float
 
@@ -182,19 +150,18 @@ class TraceSkew:
 
     Attributes:
         collectives: that all ranks recorded.
-        median, largest: between the first rank and the last, over the collectives.
+        median: between the first rank and the last, over the collectives.
         ranks: by number.
     """
 
     collectives: int
     median: float
-    largest: float
     ranks: tuple[TraceRankSkew, ...]
 
 
 _TIMES = (
-    "self_ms total_ms gpu_self_ms gpu_total_ms window computation communication overlapped "
-    "exposed data exposed_data copies other begin duration late waiting cost median largest "
+    "self_ms gpu_self_ms window computation communication overlapped "
+    "exposed data exposed_data copies other begin duration waiting cost median "
     "idle loading copying synchronising launching"
 )
 TIMES = frozenset(_TIMES.split())
@@ -212,7 +179,7 @@ class TraceSummary(Document, frozen=True):
     """
 
     kind = "trace-summary"
-    schema = 3
+    schema = 4
     written_by = "hvdkit trace summary --json"
     times = TIMES
     unit_s = 1e-3

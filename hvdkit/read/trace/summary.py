@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from hvdkit.read.timeline.measures import Intervals, common, covered, inside, jo
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.reader import LABELS, SYNCHRONISES, Kind, Source, TraceColumns, collect, step_number
 from hvdkit.read.trace.results import (
-    DeviceMemory,
     IdleGpu,
     Operator,
     RankTrace,
@@ -28,7 +26,7 @@ from hvdkit.read.trace.results import (
     TraceStep,
     TraceSummary,
     TraceTimes,
-)
+)  # fmt: skip
 
 _Waits = dict[tuple[int, str, int], float]
 """Milliseconds that a rank was in each collective: step, name, and the how many-th of this name in the step."""
@@ -84,7 +82,6 @@ def one_rank(columns: TraceColumns) -> RankTrace:
     """What one trace holds."""
     since, until = window_of(columns)
     sets = Sets(columns)
-    calls = nest(columns)
     within = (columns.start >= since) & (columns.start < until)
     steps = _steps(columns, sets, since)
     notes = [] if steps else [NO_STEPS]
@@ -97,11 +94,9 @@ def one_rank(columns: TraceColumns) -> RankTrace:
         times=_times(sets, since, until),
         computed_by=sets.computed_by,
         steps=steps,
-        memory=_memory(columns),
-        operators=_operators(columns, calls, within),
+        operators=_operators(columns, self_times(columns), within),
         events=columns.events,
         skipped=columns.skipped,
-        repeated=columns.repeated,
         notes=tuple(notes),
         gpu=_idle_gpu(columns, sets, since, until),
     )
@@ -217,22 +212,11 @@ def _steps(columns: TraceColumns, sets: Sets, since: float) -> tuple[TraceStep, 
         return ()
     starts, ends = np.array([window[1] for window in windows]), np.array([window[2] for window in windows])
     exposed = without(sets.communication, sets.computation)
-    parts = [covered(part, starts, ends) / 1e3 for part in (sets.computation, sets.communication, exposed, sets.data)]
+    parts = [covered(part, starts, ends) / 1e3 for part in (sets.computation, exposed, sets.data)]
     return tuple(
         TraceStep(number, (start - since) / 1e3, (end - start) / 1e3, *(float(part[index]) for part in parts))
         for index, (number, start, end) in enumerate(windows)
     )
-
-
-def _memory(columns: TraceColumns) -> tuple[DeviceMemory, ...]:
-    found = []
-    for number, device in enumerate(columns.devices):
-        mine = np.flatnonzero(columns.memory_device == number)
-        mine = mine[np.argsort(columns.memory_time[mine], kind="stable")]
-        sizes, totals = columns.memory_bytes[mine], columns.memory_total[mine]
-        level = np.cumsum(sizes) if np.isnan(totals).any() else totals
-        found.append(DeviceMemory(device, int(max(0.0, level.max())), int(sizes.sum()), int(sizes[sizes > 0].sum())))
-    return tuple(sorted(found, key=lambda memory: memory.device))
 
 
 def _require_one_run(ranks: Sequence[RankTrace]) -> None:
@@ -254,144 +238,66 @@ def _require_one_run(ranks: Sequence[RankTrace]) -> None:
         seen[one.rank] = one
 
 
-@dataclass(frozen=True)
-class EventCalls:
-    """What belongs to each event of ``TraceColumns``, in its order; microseconds and bytes.
+def self_times(columns: TraceColumns) -> Floats:
+    """Microseconds of each event without the calls inside it, thread by thread.
 
-    Attributes:
-        self_time: without the calls inside it.
-        counted: whether no call of the same name is around it.
-        gpu_self, gpu_total: kernels and copies that it started, alone and with the calls inside it.
-        size: what it allocated itself less what it freed.
+    Communication in the background, and anything that goes on after what it began in has ended, holds nothing. A step
+    holds nothing either: `hvdkit launch --torch-profile` begins the next one within the optimizer's step().
     """
-
-    self_time: Floats
-    counted: NDArray[np.bool_]
-    gpu_self: Floats
-    gpu_total: Floats
-    size: Floats
-
-
-def nest(columns: TraceColumns) -> EventCalls:
-    """Find out what was called inside what, thread by thread.
-
-    Communication in the background, and anything that goes on after what it began in has ended, holds nothing.
-    """
-    count = len(columns.start)
-    calls = EventCalls(
-        columns.end - columns.start, np.ones(count, bool), np.zeros(count), np.zeros(count), np.zeros(count)
-    )
-    _add_kernels(columns, calls)
-    # A step holds nothing either: `hvdkit launch --torch-profile` begins the next one within the optimizer's step().
-    on_cpu = np.isin(columns.source, (Source.CPU_OPERATOR, Source.CPU_RANGE)) & ~np.isin(
-        columns.kind, (Kind.BACKGROUND, Kind.STEP)
-    )
-    rows = np.flatnonzero(on_cpu)
-    memory = np.lexsort((columns.memory_time, columns.memory_thread))
-    for thread in np.unique(columns.thread[rows]).tolist():
-        mine = rows[columns.thread[rows] == thread]
-        allocations = memory[columns.memory_thread[memory] == thread]
-        _nest_thread(columns, calls, mine, allocations)
-    return calls
-
-
-def _add_kernels(columns: TraceColumns, calls: EventCalls) -> None:
-    """Give each operator the time of the kernels that it started, by the number that both carry."""
-    on_gpu = np.flatnonzero(columns.on_gpu & (columns.external > 0))
-    if not len(on_gpu):
-        return
-    numbers, place = np.unique(columns.external[on_gpu], return_inverse=True)
-    times = np.bincount(place, columns.end[on_gpu] - columns.start[on_gpu])
-    operators = np.flatnonzero((columns.source == Source.CPU_OPERATOR) & (columns.external > 0))
-    found, first = np.unique(columns.external[operators], return_index=True)
-    shared, in_kernels, in_operators = np.intersect1d(numbers, found, return_indices=True)
-    if len(shared):
-        calls.gpu_self[operators[first[in_operators]]] = times[in_kernels]
-
-
-def _nest_thread(
-    columns: TraceColumns, calls: EventCalls, rows: NDArray[np.intp], allocations: NDArray[np.intp]
-) -> None:
-    """Share time, GPU time and memory out among the nested operators of one thread, in place in ``calls``."""
-    starts, ends = columns.start[rows].tolist(), columns.end[rows].tolist()
-    names, places = columns.name[rows].tolist(), rows.tolist()
-    times = columns.memory_time[allocations].tolist()
-    sizes = columns.memory_bytes[allocations].tolist()
-    calls.gpu_total[rows] = calls.gpu_self[rows]
-    stack: list[tuple[int, float, int]] = []  # place, end, name
-    open_names: dict[int, int] = {}
-    at = 0
-
-    def leave(until: float) -> None:
-        while stack and stack[-1][1] <= until:
-            place, _, name = stack.pop()
-            open_names[name] -= 1
-            if stack:
-                calls.gpu_total[stack[-1][0]] += calls.gpu_total[place]
-
-    def allocate(until: float) -> None:
-        nonlocal at
-        while at < len(times) and times[at] < until:
-            leave(times[at])
-            if stack:
-                calls.size[stack[-1][0]] += sizes[at]
-            at += 1
-
-    for start, end, name, place in zip(starts, ends, names, places, strict=True):
-        allocate(start)
-        leave(start)
-        calls.counted[place] = not open_names.get(name)
+    own = columns.end - columns.start
+    on_cpu = np.isin(columns.source, (Source.CPU_OPERATOR, Source.CPU_RANGE))
+    rows = np.flatnonzero(on_cpu & ~np.isin(columns.kind, (Kind.BACKGROUND, Kind.STEP)))
+    thread = -1
+    stack: list[tuple[int, float]] = []  # those that are open: row and end
+    for row in rows.tolist():
+        start, end = float(columns.start[row]), float(columns.end[row])
+        if columns.thread[row] != thread:
+            thread = int(columns.thread[row])
+            stack.clear()
+        while stack and stack[-1][1] <= start:
+            stack.pop()
         if stack:
-            parent, limit, _ = stack[-1]
-            if end > limit + ROUNDING:
+            around, until = stack[-1]
+            if end > until + ROUNDING:
                 continue
-            end = min(end, limit)
-            calls.self_time[parent] -= end - start
-        stack.append((place, end, name))
-        open_names[name] = open_names.get(name, 0) + 1
-    allocate(float("inf"))
-    leave(float("inf"))
+            end = min(end, until)
+            own[around] -= end - start
+        stack.append((row, end))
+    return own
 
 
-def _operators(columns: TraceColumns, calls: EventCalls, mask: NDArray[np.bool_]) -> tuple[Operator, ...]:
-    """The events of the mask by name, the largest self time first, without steps and what a merged timeline added.
+def _gpu_times(columns: TraceColumns) -> Floats:
+    """Microseconds of the kernels and copies that each operator started itself, by the number that both carry."""
+    found = np.zeros(len(columns.start))
+    on_gpu = np.flatnonzero(columns.on_gpu & (columns.external > 0))
+    operators = np.flatnonzero((columns.source == Source.CPU_OPERATOR) & (columns.external > 0))
+    if len(on_gpu) and len(operators):
+        numbers, place = np.unique(columns.external[on_gpu], return_inverse=True)
+        times = np.bincount(place, columns.end[on_gpu] - columns.start[on_gpu])
+        of_operators, first = np.unique(columns.external[operators], return_index=True)
+        _, in_kernels, in_operators = np.intersect1d(numbers, of_operators, return_indices=True)
+        found[operators[first[in_operators]]] = times[in_kernels]
+    return found
 
-    Args:
-        columns, calls: of a trace.
-        mask: which events count.
-    """
+
+def _operators(columns: TraceColumns, own: Floats, counted: NDArray[np.bool_]) -> tuple[Operator, ...]:
+    """The counted events by name, the largest self time first, without steps and what a merged timeline added."""
     rows = np.flatnonzero(
-        mask & (columns.kind != Kind.STEP) & ~np.isin(columns.source, (Source.HOROVOD, Source.RUNTIME))
+        counted & (columns.kind != Kind.STEP) & ~np.isin(columns.source, (Source.HOROVOD, Source.RUNTIME))
     )
-    if not len(rows):
-        return ()
     numbers, first, place = np.unique(columns.name[rows], return_index=True, return_inverse=True)
-    length_of = columns.end - columns.start
-    values = (
-        np.ones(len(length_of)),
-        calls.self_time,
-        np.where(calls.counted, length_of, 0),
-        calls.gpu_self,
-        np.where(calls.counted, calls.gpu_total, 0),
-        calls.size,
-    )
-    sums = np.array([np.bincount(place, one[rows], len(numbers)) for one in values]).T.tolist()
-    found = []
-    for number, row, (count, own, total, gpu_self, gpu_total, size) in zip(
-        numbers.tolist(), rows[first].tolist(), sums, strict=True
-    ):
-        found.append(
-            Operator(
-                name=columns.names[number],
-                kind=_label(int(columns.source[row]), int(columns.kind[row])),
-                calls=int(count),
-                self_ms=max(0.0, own) / 1e3,
-                total_ms=total / 1e3,
-                gpu_self_ms=gpu_self / 1e3,
-                gpu_total_ms=gpu_total / 1e3,
-                bytes=int(size),
-            )
+    calls = np.bincount(place, minlength=len(numbers))
+    self_ms, gpu_self_ms = (np.bincount(place, times[rows], len(numbers)) / 1e3 for times in (own, _gpu_times(columns)))
+    found = [
+        Operator(
+            name=columns.names[number],
+            kind=_label(int(columns.source[row]), int(columns.kind[row])),
+            calls=int(calls[at]),
+            self_ms=max(0.0, float(self_ms[at])),
+            gpu_self_ms=float(gpu_self_ms[at]),
         )
+        for at, (number, row) in enumerate(zip(numbers.tolist(), rows[first].tolist(), strict=True))
+    ]
     return tuple(sorted(found, key=lambda operator: (-operator.self_ms, operator.name)))
 
 
@@ -402,7 +308,7 @@ def _label(source: int, kind: int) -> str:
     return LABELS[Kind(kind)]
 
 
-def self_times_by_step(columns: TraceColumns, calls: EventCalls) -> tuple[dict[tuple[str, str], Floats], int]:
+def self_times_by_step(columns: TraceColumns) -> tuple[dict[tuple[str, str], Floats], int]:
     """For ``hvdkit diff``: by name and kind, the milliseconds in each step, or in the window where there are none.
 
     Returns:
@@ -412,17 +318,16 @@ def self_times_by_step(columns: TraceColumns, calls: EventCalls) -> tuple[dict[t
     edges = np.array([window[1] for window in windows])
     ends = np.array([window[2] for window in windows])
     step = np.searchsorted(edges, columns.start, side="right") - 1
-    counted = (step >= 0) & (columns.kind != Kind.STEP) & (columns.source != Source.HOROVOD)
-    counted &= (columns.start < ends[np.maximum(step, 0)]) | columns.on_gpu
-    rows = np.flatnonzero(counted & (columns.source != Source.RUNTIME))
-    flat = np.bincount(
-        columns.name[rows] * len(windows) + step[rows], calls.self_time[rows] / 1e3, len(columns.names) * len(windows)
-    ).reshape(-1, len(windows))
+    counted = (step >= 0) & (columns.kind != Kind.STEP)
+    counted &= ~np.isin(columns.source, (Source.HOROVOD, Source.RUNTIME))
+    rows = np.flatnonzero(counted & ((columns.start < ends[np.maximum(step, 0)]) | columns.on_gpu))
+    own = self_times(columns)[rows] / 1e3
+    flat = np.bincount(columns.name[rows] * len(windows) + step[rows], own, len(columns.names) * len(windows))
     found: dict[tuple[str, str], Floats] = {}
     numbers, first = np.unique(columns.name[rows], return_index=True)
     for number, row in zip(numbers.tolist(), rows[first].tolist(), strict=True):
         key = columns.names[number], _label(int(columns.source[row]), int(columns.kind[row]))
-        found[key] = found.get(key, np.zeros(len(windows))) + flat[number]
+        found[key] = found.get(key, np.zeros(len(windows))) + flat.reshape(-1, len(windows))[number]
     return found, len(windows)
 
 
@@ -475,13 +380,8 @@ def _between(found: Sequence[tuple[RankTrace, _Waits]]) -> tuple[TraceSkew | Non
     waits = np.maximum.reduceat(table - table.min(axis=0), begins, axis=1).mean(axis=1)
     rows = [
         TraceRankSkew(
-            rank.rank or 0,
-            rank.times.computation / max(1, len(rank.steps)),
-            int(np.sum((last == index) & (apart > 0))),
-            float(late[index].mean()),
-            float(waits[index]),
-            float(costs[index]),
+            rank.rank or 0, int(np.sum((last == index) & (apart > 0))), float(waits[index]), float(costs[index])
         )
         for index, (rank, _) in enumerate(found)
     ]
-    return TraceSkew(len(ordered), float(np.median(apart)), float(apart.max()), tuple(rows)), ""
+    return TraceSkew(len(ordered), float(np.median(apart)), tuple(rows)), ""

@@ -26,7 +26,7 @@ if sys.argv[1] == "json":
     with open(sys.argv[2]) as file:
         count = len(json.load(file))
 else:
-    from hvdkit import timeline
+    from hvdkit.read import timeline
     count = timeline.summarize(sys.argv[2]).operations
 usage = resource.getrusage(resource.RUSAGE_SELF)
 print(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, count)

@@ -118,7 +118,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real(place: Path) -> Callable[[str], bytes]:
     """What each file holds while nothing is wrong with it, by name."""
     events = [trace_files.step(5, 0, 100), trace_files.data(0, 10), trace_files.event("aten::mm", 10, 50)]
-    events += [trace_files.gloo(50, 30), trace_files.kernel("k", 60, 9), trace_files.allocation(12, 64, 128)]
+    events += [trace_files.gloo(50, 30), trace_files.kernel("k", 60, 9)]
     with pytest.MonkeyPatch.context() as patch:
         machine = use(place, patch, Machine(lambda n: 0.01 / n))
         machine.marks = True

@@ -9,15 +9,7 @@ from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import summarize
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.results import (
-    Bandwidth,
-    Batches,
-    RankSkew,
-    Skew,
-    Steps,
-    TensorSummary,
-    TimelineSummary,
-)
+from hvdkit.read.timeline.results import Batches, RankSkew, Skew, Steps, TensorSummary, TimelineSummary
 
 
 def every(value, count=100):
@@ -26,7 +18,7 @@ def every(value, count=100):
 
 def reductions(negotiate, whole, tensor="", size=None):
     phases = {"negotiate": every(negotiate), "whole": every(whole)}
-    return TensorSummary(tensor, "ALLREDUCE", "float32", None, 100, size, phases, whole, 100, 0)
+    return TensorSummary(tensor, "ALLREDUCE", "float32", None, 100, size, phases)
 
 
 STEPS = Steps(
@@ -43,28 +35,23 @@ STEPS = Steps(
     first_setup=0.0,
     begins=np.arange(0.0, 1e7, 1e5),
 )
-BATCHES = Batches(128 << 20, 300, 100, 100, 100, 40_000.0, 0.9, 4.0, every(5.0), every(2.5 * (1 << 20)), every(0.02))
+BATCHES = Batches(300, 100, 100, 100, 40_000.0, 0.9, 4.0, every(5.0), every(2.5 * (1 << 20)))
 SKEW = Skew(50, every(5000.0), [RankSkew(0, 26, every(4000.0), 300.0), RankSkew(1, 24, every(4000.0), 200.0)])
 HEALTHY = TimelineSummary(
     path="timeline.json",
     start_time_since_epoch=0,
     origin=0.0,
-    since=0.0,
-    until=1e7,
+    duration=1e7,
     events=1,
     operations=2000,
     missed=20,
     ranks=2,
     communication=3e6,
-    busy=4e6,
-    copies=1e6,
     setup=0.0,
     negotiating=1e6,
     steps=STEPS,
-    kinds=[reductions(1000.0, 10_000.0)],
     tensors=[reductions(1000.0, 10_000.0, f"layer.{i}", 1 << 19) for i in range(20)],
     batches=BATCHES,
-    bandwidth=Bandwidth(1e9, 1e9, 2e9, 2e9, 1e6),
     cycle=every(1000.0),
     skew=SKEW,
     dropped={},
@@ -137,7 +124,7 @@ def test_without_a_cause_the_limits_are_said():
     assert "collectives and negotiation from 10%" in otherwise(summary)
 
 
-@pytest.mark.parametrize("field", ["steps", "batches", "bandwidth", "cycle", "skew"])
+@pytest.mark.parametrize("field", ["steps", "batches", "cycle", "skew"])
 def test_what_a_recording_lacks_is_no_cause(field):
     assert worth(replace(HEALTHY, **{field: None})) == []
 
@@ -199,10 +186,7 @@ def test_an_old_horovod_that_counts_from_the_start_of_the_machine_is_read_from_t
     events = [{**event, "ts": event["ts"] + up} if "ts" in event else event for event in once(["a", "b", "c"])]
     events = [event for event in events if "start_time_since_epoch_in_micros" not in event.get("args", {})]
     path = write(tmp_path / "timeline.json", events)
-    whole = summarize(path)
-    assert whole.since == 0 and whole.duration < 10_000
-    assert summarize(path, until=0.0003).operations == 1
-    assert summarize(path, since=0.0002).operations == 2
+    assert 0 < summarize(path).duration < 10_000
 
 
 def test_the_fusion_buffer_is_named_where_it_is_the_reason():
@@ -211,8 +195,6 @@ def test_the_fusion_buffer_is_named_where_it_is_the_reason():
         batches=replace(BATCHES, fused=100, single=0, small=0, little=0, little_time=0.0, per_step=1.0),
     )
     assert "HOROVOD_FUSION_THRESHOLD=16777216" in worth(one)[0].advice
-    full = replace(steps(communication=every(60_000.0)), batches=replace(BATCHES, fill=every(0.9)))
-    assert "HOROVOD_FUSION_THRESHOLD=268435456" in worth(full)[0].advice
 
 
 def test_names_with_braces_are_text():
@@ -282,12 +264,12 @@ def test_nccl_is_set_up_and_neither_copied_nor_compiled(tmp_path, capsys):
         now += 23_000 if step else 4_400_000
     path = write(tmp_path / "timeline.json", events)
     summary = summarize(path)
-    assert summary.setup == pytest.approx(4.32e6) and summary.copies == pytest.approx(90_000, rel=0.01)
+    assert summary.setup == pytest.approx(4.32e6)
     (found,) = worth(summary)
     assert found.kind == "setup" and found.lost_s == pytest.approx(4.32) and not found.per_step
     assert run(["timeline", "summary", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Verdict: NCCL is set up before the first collective. It costs 4.32 s once (6")
-    assert "80.0 ms (1.2%) in collectives, 90.0 ms (1.4%) in copies, 4.32 s (65%) in NCCL's set-up" in out
+    assert "80.0 ms (1.2%) in collectives, 4.32 s (65%) in NCCL's set-up" in out
     assert "fp16" not in out and "ompil" not in out
     assert run(["timeline", "summary", str(path), "--json"]) == 0

@@ -84,7 +84,7 @@ class _Joined:
 
         recording = read(paths[0])
         columns = collect(recording)
-        summary = summarize(recording, columns=columns)
+        summary = summarize(recording, columns)
         if not summary.operations:
             raise DataError(f"{paths[0]} holds no operation of Horovod.")
         found, exact = causes(summary), None

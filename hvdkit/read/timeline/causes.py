@@ -17,11 +17,7 @@ MANY = 3
 
 
 def causes(summary: TimelineSummary) -> list[Cause]:
-    """What costs time in a recording, in no order; ``read.causes.by_cost`` weighs it.
-
-    Args:
-        summary: of a whole recording or of a part of it.
-    """
+    """What costs time in a recording, in no order; ``read.causes.by_cost`` weighs it."""
     found = [_setup(summary), _new_names(summary)]
     steps = summary.steps
     if steps is not None and steps.duration is not None and steps.duration.p50 > 0:
@@ -165,9 +161,6 @@ def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Ca
         smaller = 1 << (((steps.bytes or 0) // 4).bit_length() - 1)
         evidence += "; all tensors leave in one batch, nothing before the last gradient is there"
         advice = f"A smaller fusion buffer, so that it overlaps: HOROVOD_FUSION_THRESHOLD={smaller} (bytes)."
-    elif batches.fill is not None and batches.fill.p50 >= 0.75 and (batches.per_step or 0) >= 2:
-        evidence += f"; fused batches fill {share_text(batches.fill.p50)} of {bytes_text(batches.threshold)}"
-        advice += f" A larger fusion buffer may help, too: HOROVOD_FUSION_THRESHOLD={2 * batches.threshold} (bytes)."
     return _per_step("large-tensors", lost, duration, evidence, what, advice)
 
 

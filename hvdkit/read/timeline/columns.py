@@ -1,4 +1,4 @@
-"""The operations of a recording as NumPy columns: 88 bytes per operation, a seventh of what it takes in the file.
+"""The operations of a recording as NumPy columns: 90 bytes per operation, a seventh of what it takes in the file.
 
 And the exchanges between ranks among them, of which a fused batch counts once.
 """
@@ -77,6 +77,11 @@ class TimelineColumns:
     dropped: Counter[str]
     events: int
     origin: float
+
+    @property
+    def ranks(self) -> int | None:
+        """Ranks of the job, by the highest that it names; None where it names none."""
+        return int(self.tick_rank.max()) + 1 if len(self.tick_rank) else None
 
     def rows_by_tensor(self) -> list[NDArray[np.intp]]:
         """The rows of each of ``tensors``, in order of time."""

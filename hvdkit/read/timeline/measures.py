@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.observe.lateness import Floats
 
 Intervals = tuple[Floats, Floats]
@@ -181,19 +180,3 @@ def step_numbers(tensor: NDArray[np.int32]) -> NDArray[np.intp]:
         seen.add(value)
         numbers[index] = step
     return numbers
-
-
-def step_window(begins: Sequence[float], step: int, end: float) -> tuple[float, float]:
-    """From where to where a step goes.
-
-    Args:
-        begins: of all steps.
-        step: which, from 0.
-        end: of the last one.
-    Raises:
-        InvalidArgumentError: there is no such step.
-    """
-    if not 0 <= step < len(begins):
-        has = f"steps 0 to {len(begins) - 1}" if begins else "no steps (no tensor is reduced three times)"
-        raise InvalidArgumentError(f"step is {step}; the recording has {has}.")
-    return begins[step], begins[step + 1] if step + 1 < len(begins) else end

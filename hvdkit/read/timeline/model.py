@@ -86,21 +86,6 @@ class Operation:
         """The first time known of this operation: of its negotiation, or of its work."""
         return self.start if self.negotiate_start is None else self.negotiate_start
 
-    @property
-    def collective(self) -> Phase | None:
-        """The exchange between ranks, from its first phase to its last (a hierarchical one has several)."""
-        found = [phase for phase in self.phases if phase.name.startswith(COLLECTIVE_PREFIXES)]
-        if not found:
-            return None
-        if len(found) == 1:
-            return found[0]
-        return Phase(found[0].name, min(phase.start for phase in found), max(phase.end for phase in found))
-
-    @property
-    def fused(self) -> bool:
-        """Whether the tensor went through the fusion buffer together with others."""
-        return any(phase.name == "MEMCPY_IN_FUSION_BUFFER" for phase in self.phases)
-
 
 def group_of(phase: str) -> str:
     """The entry of GROUPS to which a phase belongs.

@@ -7,13 +7,15 @@ ends, tensor by tensor.
 
 from __future__ import annotations
 
+import gzip
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO
 
 import msgspec
 
@@ -203,15 +205,12 @@ class Recording:
         path: the file.
         start_time_since_epoch: when the recording started, in microseconds since 1970; None where the file lost it.
         dropped: what could not be used, as reason to number of events, such as {"cut off at the end": 1}.
-        tensors: names of all tensors named in the file, in its order.
         events: number of events that could be decoded.
-        size: bytes of the file as it lies on disk.
     """
 
     def __init__(self, path: Path) -> None:
         """Takes a file that is there; use ``read``, which checks it."""
         self.path = path
-        self.size = path.stat().st_size
         self._assembler = Assembler()
         self.events = 0
 
@@ -225,28 +224,23 @@ class Recording:
         """Reason to number of events that could not be used."""
         return self._assembler.dropped
 
-    @property
-    def tensors(self) -> list[str]:
-        """Names of all tensors named in the file, in its order."""
-        return list(dict.fromkeys(self._assembler.names.values()))
-
     def __iter__(self) -> Iterator[Operation]:
         """The operations, in the order in which they ended."""
         return (item for item in self.items() if isinstance(item, Operation))
 
     def items(self) -> Iterator[Operation | CycleMark]:
         """Operations and marks of cycles, in the order of the file (operations where they end)."""
-        for batch in self.batches():
-            yield from batch
-
-    def batches(self) -> Iterator[list[Operation | CycleMark]]:
-        """The same as ``items`` in lists, one per piece of the file: the fastest way through a large file."""
         self._assembler = Assembler()
         self.events = 0
-        with open_file(self.path) as file:
-            for events in _pieces(file, self._assembler.dropped):
+        with ExitStack() as stack:
+            file: IO[bytes] = stack.enter_context(files.opened(self.path))
+            packed = file.read(2) == files.GZIP_MAGIC
+            file.seek(0)
+            # of what is cut off or damaged read1 gives what comes before
+            content = stack.enter_context(gzip.GzipFile(fileobj=file)).read1 if packed else file.read
+            for events in _pieces(content, self._assembler.dropped):
                 self.events += len(events)
-                yield self._assembler.add(events)
+                yield from self._assembler.add(events)
         self._assembler.finish()
 
 
@@ -277,51 +271,16 @@ def read(path: str | Path) -> Recording:
         ) from error
 
 
-def open_file(path: Path) -> BinaryIO:
-    """The file with a ``read`` that gives its content, unzipped if it is zipped; the end of damaged data is its end."""
-    file = files.opened(path)
-    compressed = file.read(2) == files.GZIP_MAGIC
-    file.seek(0)
-    return cast(BinaryIO, _Unzipped(file)) if compressed else file
+def _pieces(content: Callable[[int], bytes], dropped: Counter[str]) -> Iterator[list[TimelineEvent]]:
+    """All events of a file, a piece at a time; what is unreadable is counted in ``dropped``.
 
-
-class _Unzipped:
-    """What a gzip file holds up to where it is cut off or damaged, which gzip.open does not give back."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.member = zlib.decompressobj(wbits=31)
-        self.compressed = b""
-
-    def __enter__(self) -> _Unzipped:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def read(self, size: int) -> bytes:
-        while True:
-            if self.member.eof:
-                self.compressed = self.member.unused_data or self.file.read(size)
-                if not self.compressed:
-                    return b""
-                self.member = zlib.decompressobj(wbits=31)
-            elif not self.compressed:
-                self.compressed = self.file.read(size)
-                if not self.compressed:
-                    raise EOFError("the last member does not end")
-            data = self.member.decompress(self.compressed, size)
-            self.compressed = self.member.unconsumed_tail
-            if data:
-                return data
-
-
-def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[TimelineEvent]]:
-    """All events of a file of ``open_file``, a piece at a time; what is unreadable is counted in ``dropped``."""
+    Args:
+        content: gives at most so many bytes that come next.
+    """
     rest, gap = b"", 0
     while gap <= LONGEST_GAP:
         try:
-            read = file.read(PIECE)
+            read = content(PIECE)
         except (EOFError, OSError, zlib.error):
             dropped["compressed data damaged or cut off"] += 1
             read = b""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
@@ -21,19 +19,16 @@ from typing import Any
 import numpy as np
 
 import hvdkit
-from hvdkit.common.allreduce import FUSION_BYTES
-from hvdkit.common.units import bytes_text, duration_text, printable, shortened
+from hvdkit.common.units import bytes_text, printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
-from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
-from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
-from hvdkit.read.timeline.measures import Distribution, step_window
+from hvdkit.read.timeline.columns import collect
+from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.timeline.results import TOGETHER, Skew, Steps, TensorSummary, TimelineSummary
-from hvdkit.read.timeline.show import OPERATIONS, TENSORS
+from hvdkit.read.timeline.results import Steps, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 with of_extra("report", "HTML reports need the package jinja2"):
@@ -43,8 +38,10 @@ LABEL = 34
 """Characters of a name that fit beside a bar."""
 LONGEST_NAME = 1000
 """Characters of a name that are kept at all."""
-_RANKS = 32
-"""How many ranks are listed."""
+OPERATIONS = 3000
+"""Operations that the page holds: about 450 kB."""
+TENSORS = 20
+"""Tensors that it lists."""
 _POINTS = 400
 """How many steps are drawn one by one; of more, the shortest, the middle and the longest of each stretch."""
 _STEPS = 3
@@ -61,49 +58,37 @@ def render_report(
     since: float | None = None,
     until: float | None = None,
     step: int | None = None,
-    top: int = TENSORS,
-    operations: int = OPERATIONS,
-    ranks: int | None = None,
-    fusion_threshold: int = FUSION_BYTES,
 ) -> str:
     """The page as text. The numbers are those of the whole recording; a window of it is shown operation by operation.
 
-    The file is read twice as a stream: memory is that of ``summarize``, and the size of the page is bounded by ``top``
-    and ``operations`` whatever the size of the recording.
+    The file is read twice as a stream: memory is that of ``summarize``, and the size of the page is bounded whatever
+    the size of the recording.
 
     Args:
         source: a timeline file or a recording.
         since, until: the window, in seconds since the first event of the recording.
         step: the window as a training step, from 0; by default a few steps of usual length.
-        top: number of tensors to list, those with the most time.
-        operations: number of operations that the page holds, at least 1; about 150 bytes each.
-        ranks: of the job; by default what the recording says.
-        fusion_threshold: bytes of the job's fusion buffer (HOROVOD_FUSION_THRESHOLD).
     Raises:
         DataError: the file cannot be read, or holds no operation of Horovod.
         InvalidArgumentError: the recording has no such step, or a number makes no sense.
     """
-    if top < 1 or operations < 1:
-        raise InvalidArgumentError(f"top is {top} and operations {operations}; expected numbers of at least 1.")
     given = source if isinstance(source, Recording) else read(source)
     columns = collect(given)
-    summary = summarize(given, ranks=ranks, fusion_threshold=fusion_threshold, columns=columns)
+    summary = summarize(given, columns)
     if not summary.operations:
         raise nothing_in(given.path, summary)
-    lanes = _collect_lanes(Recording(given.path), _choose_window(summary, since, until, step), summary, operations)
+    lanes = _collect_lanes(Recording(given.path), _choose_window(summary, since, until, step), summary)
     if not lanes.total:
         raise InvalidArgumentError(
             f"no operation between {(lanes.first - lanes.origin) / 1e6:.6g} and "
-            f"{(lanes.last - lanes.origin) / 1e6:.6g} s of {str(given.path)!r}; it has operations from "
-            f"{summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
+            f"{(lanes.last - lanes.origin) / 1e6:.6g} s of {str(given.path)!r}; it has operations up to "
+            f"{summary.duration / 1e6:.6g} s."
         )
-    every = exchanges(columns, np.ones(len(columns.begin), np.bool_))
     templates = jinja2.PackageLoader("hvdkit.read.timeline")
     page = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
     folder = resources.files("hvdkit.read.timeline") / "templates"
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    histograms = _histograms(every)
-    tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
+    tensors = sorted(summary.tensors[:TENSORS], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
     subtitle = "Recorded by rank 0 with HOROVOD_TIMELINE"
     started = summary.start_time_since_epoch
@@ -111,9 +96,6 @@ def render_report(
         subtitle += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
     dropped = ", ".join(f"{_number(count)} x {reason}" for reason, count in summary.dropped.items())
     steps = 0 if summary.steps is None else len(summary.steps.durations)
-    exchange_note = "Exchanges between ranks; a fused batch counts once, with the bytes of all its tensors."
-    if unknown := int(np.isnan(every.bytes).sum()):
-        exchange_note += f" The size of {_number(unknown)} is not in the file; they are in the last figure only."
     return page.get_template("report.html.j2").render(
         version=hvdkit.__version__,
         style=style,
@@ -125,7 +107,7 @@ def render_report(
         facts=[
             (label.strip().capitalize(), *text.partition(", ")[::2])
             for label, text in show.lines(summary)
-            if label not in ("rank skew", "dropped")
+            if label != "dropped"
         ],
         notes=[f"Not used, of {_number(summary.events)} events: {dropped}."] if dropped else [],
         otherwise=otherwise(summary),
@@ -138,17 +120,12 @@ def render_report(
         tensor_groups=[(index, GROUPS[index]) for index in groups],
         tensor_count=len(summary.tensors),
         tensors=[_tensor_row(one, groups) for one in tensors],
-        histograms=[(one["name"], one["title"]) for one in histograms],
-        exchange_note=exchange_note,
-        skew=None if summary.skew is None else _skew_rows(summary.skew),
-        no_skew=show.NO_SKEW,
         **_lane_words(lanes),
         page_data={
             "groupNames": list(GROUPS),
             "lanes": _lane_data(lanes),
             "steps": None if summary.steps is None else _step_points(summary.steps),
             "tensors": [[shortened(_shown_name(one.tensor), LABEL), _group_times(one)] for one in tensors],
-            "histograms": histograms,
         },
     )
 
@@ -201,45 +178,6 @@ def _ms(microseconds: float) -> str:
     return _number(round(microseconds, 1) / 1000)
 
 
-def _histograms(every: Exchanges) -> list[dict[str, Any]]:
-    """Sizes and durations of exchanges: bins as [number of ``_binned``, height]; those without any are left out."""
-    known = ~np.isnan(every.bytes)
-    found = [
-        ("number-by-size", "Number by size", "bytes", "exchanges", _binned(every.bytes[known])),
-        ("time-by-size", "Time by size", "bytes", "time", _binned(every.bytes[known], every.times[known])),
-        ("number-by-duration", "Number by duration", "time", "exchanges", _binned(every.times)),
-    ]
-    names = ("name", "title", "horizontal", "vertical")
-    return [{**dict(zip(names, row, strict=True)), "bins": sorted(bins.items())} for *row, bins in found if bins]
-
-
-def _binned(values: Floats, weights: Floats | None = None) -> Counter[int]:
-    """How many values (or their weights) are in each bin: bin k is at least 2**(k-1) and less than 2**k, bin 0 nothing.
-
-    Args:
-        values: at least 0.
-        weights: of the values; 1 each by default.
-    """
-    numbers = np.frexp(np.floor(values))[1]
-    sums = np.bincount(numbers, weights)
-    return Counter({int(bin_): round(float(sums[bin_])) for bin_ in np.unique(numbers)})
-
-
-def _skew_rows(skew: Skew) -> dict[str, Any]:
-    ranks = sorted(skew.ranks, key=lambda one: -one.last)
-    rows = [
-        (str(one.rank), _number(one.last), _ms(one.late.p50), _ms(one.late.p99), _ms(one.late.max))
-        for one in ranks[:_RANKS]
-    ]
-    return {
-        "operations": _number(skew.operations),
-        "spread": duration_text(skew.spread.p50),
-        "together": duration_text(TOGETHER),
-        "rows": rows,
-        "left_out": max(0, len(ranks) - _RANKS),
-    }
-
-
 @dataclass(frozen=True)
 class Lanes:
     """The operations of a window, in the order in which they began; times in microseconds.
@@ -284,20 +222,23 @@ def _choose_window(
         InvalidArgumentError: there is no such step, or ``since`` is not before ``until``.
     """
     begins = [] if summary.steps is None else summary.steps.begins.tolist()
-    begin, end = summary.origin + summary.since, summary.origin + summary.until + 1.0
+    begin, end = summary.origin, summary.origin + summary.duration + 1.0
     if step is not None:
         if since is not None or until is not None:
             raise InvalidArgumentError(
                 f"step is {step} and since or until is given too; expected either a step or a part in seconds."
             )
-        return *step_window(begins, step, end), f"step {step}"
+        if step >= len(begins):
+            has = f"steps 0 to {len(begins) - 1}" if begins else "no steps (no tensor is reduced three times)"
+            raise InvalidArgumentError(f"step is {step}; the recording has {has}.")
+        return begins[step], begins[step + 1] if step + 1 < len(begins) else end, f"step {step}"
     if since is not None or until is not None:
         first = begin if since is None else summary.origin + since * 1e6
         last = end if until is None else summary.origin + until * 1e6
         if not (math.isfinite(first) and math.isfinite(last) and first < last):
             raise InvalidArgumentError(
                 f"since is {since} and until {until}; expected since before until, in seconds since the first event. "
-                f"The recording has operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
+                f"The recording has operations up to {summary.duration / 1e6:.6g} s."
             )
         return first, last, "the part that was asked for"
     if summary.steps is None or summary.steps.duration is None or len(begins) < 3:
@@ -313,34 +254,34 @@ def _choose_window(
     return begins[start], begins[stop], f"{steps}, of usual length"
 
 
-def _collect_lanes(
-    recording: Recording, window: tuple[float, float, str], summary: TimelineSummary, limit: int
-) -> Lanes:
+def _collect_lanes(recording: Recording, window: tuple[float, float, str], summary: TimelineSummary) -> Lanes:
     """Reads the recording once and keeps the operations of the window: the earliest ones where there are too many.
 
     Args:
-        recording: read as a stream; at most twice ``limit`` operations are in memory.
+        recording: read as a stream; at most twice ``OPERATIONS`` are in memory.
         window: of ``_choose_window``.
         summary: for the starts of the steps.
-        limit: number of operations to keep, at least 1.
     """
     first, last, chosen = window
     kept: list[Operation] = []
     cycles: list[float] = []
     total = 0
     cut = math.inf
-    for batch in _up_to(recording, last, summary):
-        for item in batch:
-            if isinstance(item, CycleMark):
-                if first <= item.time <= last and len(cycles) < _CYCLES:
-                    cycles.append(item.time)
-            elif item.begin < last and item.end >= first:
-                total += 1
-                if item.begin < cut:
-                    kept.append(item)
-        if len(kept) > 2 * limit:
-            cut = min(cut, _earliest(kept, limit))
-    cut = min(cut, _earliest(kept, limit)) if len(kept) > limit else cut
+    longest = max(tensor.phases["whole"].max for tensor in summary.tensors)
+    for item in recording.items():
+        if isinstance(item, CycleMark):
+            if first <= item.time <= last and len(cycles) < _CYCLES:
+                cycles.append(item.time)
+            continue
+        if item.end > last + longest + _SLACK:
+            break  # the file is in order of time: no operation follows that began before ``last``
+        if item.begin < last and item.end >= first:
+            total += 1
+            if item.begin < cut:
+                kept.append(item)
+        if len(kept) > 2 * OPERATIONS:
+            cut = min(cut, _earliest(kept))
+    cut = min(cut, _earliest(kept)) if len(kept) > OPERATIONS else cut
     steps = [] if summary.steps is None else summary.steps.begins.tolist()
     return Lanes(
         origin=summary.origin,
@@ -355,21 +296,11 @@ def _collect_lanes(
     )
 
 
-def _up_to(recording: Recording, last: float, summary: TimelineSummary) -> Iterator[list[Operation | CycleMark]]:
-    """The recording up to where no operation can follow that began before ``last``: the file is in order of time."""
-    longest = max((one.phases["whole"].max for one in summary.tensors if "whole" in one.phases), default=0.0)
-    for batch in recording.batches():
-        yield batch
-        ends = (item.end for item in reversed(batch) if isinstance(item, Operation))
-        if next(ends, 0.0) > last + longest + _SLACK:
-            return
-
-
-def _earliest(operations: list[Operation], limit: int) -> float:
+def _earliest(operations: list[Operation]) -> float:
     """Keeps the operations that began first; returns when the first one began that is given up."""
     operations.sort(key=lambda operation: operation.begin)
-    given_up = operations[limit].begin
-    del operations[limit:]
+    given_up = operations[OPERATIONS].begin
+    del operations[OPERATIONS:]
     return given_up
 
 
@@ -431,7 +362,7 @@ def _lane_words(lanes: Lanes) -> dict[str, Any]:
         left_out = (
             f"this part has {_number(lanes.total)} operations, of which the page holds the first {count}; it ends "
             f"before {(lanes.last - lanes.origin) / 1e6:.6f} s, where the part does. Choose a smaller part with "
-            "--step, --since and --until, or hold more with --operations."
+            "--step, --since and --until."
         )
     groups = {group_of(phase.name) for operation in lanes.operations for phase in operation.phases}
     if any(operation.negotiate_end is not None for operation in lanes.operations):

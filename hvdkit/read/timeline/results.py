@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -16,16 +15,13 @@ TOGETHER = 100.0
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """All operations of one tensor, or of one kind of collective (then ``tensor`` is "").
+    """All operations of one tensor under one kind of collective.
 
     Attributes:
         tensor, kind, dtype, shape: what it is, as far as the file says.
         count: how many operations.
         bytes: of one operation, the largest; None where the file does not say.
         phases: group of phases (model.GROUPS) to its distribution, "whole" from announcement to end.
-        first: duration of the first operation.
-        fused: how many of them went through the fusion buffer.
-        missed: how many were not in the response cache.
     """
 
     tensor: str
@@ -35,9 +31,6 @@ class TensorSummary:
     count: int
     bytes: int | None
     phases: dict[str, Distribution]
-    first: float
-    fused: int
-    missed: int
 
 
 @dataclass(frozen=True)
@@ -48,11 +41,10 @@ class Steps:
         count: how many.
         tensors: how many tensors one step reduces.
         bytes: that most steps reduce; None where sizes are unknown.
-        duration: of all steps of the part but the first (which may have begun before) and the last (whose end is not
-            known).
+        duration: of all steps but the first and the last, whose end is not known.
         communication: in collectives, per step, of the same steps.
         idle: without any operation between announcement and end, per step, of the same steps.
-        first: duration of the first step of the recording; None where that is not in the part.
+        first: duration of the first step; None where there is one only.
         missed: share of operations that were not in the response cache, from the third step on; None before that.
         late: that a step waits, on average, because ranks announce a tensor more than two cycles apart.
         negotiation: that it waits besides until all ranks have announced a tensor.
@@ -84,17 +76,15 @@ class Batches:
     """Exchanges of reductions: fused ones carry several tensors, the others one.
 
     Attributes:
-        threshold: bytes of the fusion buffer that ``fill`` is relative to.
         fused: number of exchanges through the fusion buffer.
         single: number of exchanges of one tensor without it.
         small: of these, those of at most 64 KB.
         little, little_time: exchanges of at most 64 KB, fused or not, and the time that so many usual ones take.
         large_share: of the time of all exchanges, the part in those of more than 64 KB, or of unknown size, 0 to 1.
         per_step: exchanges per step; None without steps.
-        tensors, bytes, fill: of the fused ones; fill as a share of the threshold.
+        tensors, bytes: of the fused ones.
     """
 
-    threshold: int
     fused: int
     single: int
     small: int
@@ -104,30 +94,6 @@ class Batches:
     per_step: float | None
     tensors: Distribution | None
     bytes: Distribution | None
-    fill: Distribution | None
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Of the exchanges of reductions, in bytes per second; bus bandwidth is algbw * 2 (n - 1) / n, None without n.
-
-    Attributes:
-        algorithm, bus: of all of them together.
-        best_algorithm, best_bus: of the fastest one.
-        best_bytes: its size.
-    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-    """
-
-    algorithm: float
-    bus: float | None
-    best_algorithm: float
-    best_bus: float | None
-    best_bytes: float
-
-    @property
-    def share_of_best(self) -> float:
-        """What was achieved in all, relative to the best exchange of the recording."""
-        return self.algorithm / self.best_algorithm
 
 
 @dataclass(frozen=True)
@@ -171,17 +137,15 @@ class TimelineSummary:
         path: the file.
         start_time_since_epoch: when the recording began, since 1970; None where the file does not say.
         origin: when its first operation or cycle began, on the clock of the file.
-        since, until: the part that was looked at, after that.
+        duration: from there to the end of its last operation.
         events: how many the file holds.
         operations, missed: in it, and those of them that were not in the response cache.
-        ranks: of the job; None when nothing says it.
+        ranks: of the job, by the highest that it names; None when it names none.
         communication: time in which at least one collective ran.
-        busy: time in which at least one operation was between its start and its end.
-        copies: time in which something was copied into or out of the fusion buffer.
         setup: time in which NCCL was set up.
         negotiating: time in which tensors were announced and none was at work.
-        steps, batches, bandwidth: of the training and its exchanges; None where there are none.
-        kinds, tensors: by total time, the largest first.
+        steps, batches: of the training and its exchanges; None where there are none.
+        tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.
         dropped: reason to number of events that could not be used.
@@ -191,31 +155,18 @@ class TimelineSummary:
     path: str
     start_time_since_epoch: int | None
     origin: float
-    since: float
-    until: float
+    duration: float
     events: int
     operations: int
     missed: int
     ranks: int | None
     communication: float
-    busy: float
-    copies: float
     setup: float
     negotiating: float
     steps: Steps | None
-    kinds: list[TensorSummary]
     tensors: list[TensorSummary]
     batches: Batches | None
-    bandwidth: Bandwidth | None
     cycle: Distribution | None
     skew: Skew | None
     dropped: dict[str, int]
     new_names: int = 0
-
-    also: ClassVar[tuple[str, ...]] = ("duration",)
-    """Properties that JSON has, too."""
-
-    @property
-    def duration(self) -> float:
-        """Length of the part that was looked at."""
-        return self.until - self.since

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
@@ -12,20 +11,16 @@ from hvdkit.read.causes import Cause, by_cost, verdict
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS
-from hvdkit.read.timeline.results import Bandwidth, Batches, Skew, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import Batches, Skew, Steps, TensorSummary, TimelineSummary
 
 _NAME = 40
-OPERATIONS = 3000
-"""How many operations the page of a report holds when nothing else is said: about 450 kB."""
-TENSORS = 20
-"""How many tensors it lists when nothing else is said."""
 NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
 """What is said about ranks where nothing in the recording says which one was late."""
 
 
 _TIMES = (
-    "origin since until duration communication busy copies setup negotiating idle first first_setup negotiation alone "
-    "late cost spread little_time cycle phases start_time_since_epoch"
+    "origin duration communication setup negotiating idle first first_setup negotiation late cost spread little_time "
+    "cycle phases start_time_since_epoch"
 )
 """Names of the fields that are microseconds."""
 
@@ -40,7 +35,7 @@ class SummaryFound(Document, frozen=True):
     """
 
     kind = "timeline-summary"
-    schema = 4
+    schema = 5
     written_by = "hvdkit timeline summary --json"
     times = frozenset(_TIMES.split())
     unit_s = 1e-6
@@ -50,60 +45,39 @@ class SummaryFound(Document, frozen=True):
     causes: tuple[Cause, ...]
 
 
-def found_as(summary: TimelineSummary, top: int | None) -> SummaryFound:
-    """The summary for a program.
-
-    Args:
-        summary: of a recording.
-        top: number of tensors; None for all.
-    """
-    note = NO_SKEW if summary.skew is None else None
-    return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(by_cost(causes(summary))))
+def found_as(summary: TimelineSummary) -> SummaryFound:
+    """The summary for a program."""
+    return SummaryFound(summary, NO_SKEW if summary.skew is None else None, tuple(by_cost(causes(summary))))
 
 
 def page(summary: TimelineSummary, top: int) -> Page:
-    """The summary for people, the verdict first.
-
-    Args:
-        summary: as in ``found_as``.
-        top: number of tensors to list.
-    """
+    """The summary for people, the verdict first, with so many tensors."""
     found: list[Table | str] = [*verdict(causes(summary), otherwise(summary)), ""]
     found += [f"{label:<16}{text}" for label, text in lines(summary)]
-    found.append(_table("kind", summary.kinds, lambda one: one.kind))
     if top:
-        tensors = summary.tensors[:top]
-        title = f"tensor ({len(tensors)} of {len(summary.tensors)})"
-        found.append(_table(title, tensors, lambda one: shortened(one.tensor, _NAME)))
-    found.append("each phase: median / 99th percentile in ms; bytes: of the largest operation")
+        found.append(_table(summary.tensors[:top], len(summary.tensors)))
     return Page(found)
 
 
 def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     """The numbers of a recording, title and text each: the lines above the tables, and the top of the page."""
-    parts = [
-        (summary.communication, "in collectives"),
-        (summary.copies, "in copies"),
-        (summary.setup, "in NCCL's set-up"),
-    ]
+    times = [(summary.communication, "in collectives")]
+    times += [(summary.setup, "in NCCL's set-up")] if summary.setup else []
     lines = [
         (
             "recording",
-            f"{duration_text(summary.since) if summary.since else '0 s'} to {duration_text(summary.until)}, "
-            f"{summary.operations} operations on {len(summary.tensors)} tensors, "
+            f"{duration_text(summary.duration)}, {summary.operations} operations on {len(summary.tensors)} tensors, "
             f"{summary.ranks or 'unknown number of'} ranks",
         ),
         (
             "communication",
             ", ".join(
-                f"{duration_text(time)} ({share_text(time / (summary.duration or 1.0))}) {what}"
-                for time, what in parts
-                if time or time is summary.communication
+                f"{duration_text(time)} ({share_text(time / (summary.duration or 1.0))}) {what}" for time, what in times
             ),
         ),
     ]
     lines += _step_lines(summary.steps)
-    lines += _batch_lines(summary.batches, summary.bandwidth)
+    lines += _batch_lines(summary.batches)
     if summary.cycle is not None:
         lines.append(("cycles", f"{summary.cycle.count}: {_three(summary.cycle)}"))
     lines.append(("rank skew", _skew_text(summary.skew)))
@@ -127,25 +101,14 @@ def _step_lines(steps: Steps | None) -> list[tuple[str, str]]:
     return lines + [(label, _three(part)) for label, part in parts if part is not None]
 
 
-def _batch_lines(batches: Batches | None, bandwidth: Bandwidth | None) -> list[tuple[str, str]]:
-    """The lines on fused exchanges and on bandwidth; none where nothing was reduced."""
+def _batch_lines(batches: Batches | None) -> list[tuple[str, str]]:
+    """The line on fused exchanges; none where nothing was reduced."""
     if batches is None:
         return []
     text = f"{batches.fused} fused"
     if batches.tensors is not None and batches.bytes is not None:
-        fill = "" if batches.fill is None else f" ({share_text(batches.fill.p50)} of the threshold)"
-        text += f", each {batches.tensors.p50:.0f} tensors and {bytes_text(batches.bytes.p50)}{fill} in the median"
-    text += f", {batches.single} of one tensor ({batches.small} of at most 64 KB)"
-    lines = [("exchanges", text)]
-    if bandwidth is not None:
-        bus = ""
-        if bandwidth.bus is not None and bandwidth.best_bus is not None:
-            bus = f"; bus {bytes_text(bandwidth.bus)}/s of {bytes_text(bandwidth.best_bus)}/s"
-        share = share_text(bandwidth.share_of_best)
-        best = f"{bytes_text(bandwidth.best_algorithm)}/s with {bytes_text(bandwidth.best_bytes)}"
-        text = f"{bytes_text(bandwidth.algorithm)}/s, {share} of the best exchange ({best}){bus}"
-        lines.append(("bandwidth", text))
-    return lines
+        text += f", each {batches.tensors.p50:.0f} tensors and {bytes_text(batches.bytes.p50)} in the median"
+    return [("exchanges", f"{text}, {batches.single} of one tensor ({batches.small} of at most 64 KB)")]
 
 
 def _skew_text(skew: Skew | None) -> str:
@@ -165,18 +128,20 @@ def _three(part: Distribution) -> str:
     )
 
 
-def _table(title: str, rows: Sequence[TensorSummary], name: Callable[[TensorSummary], str]) -> Table:
+def _table(tensors: Sequence[TensorSummary], of: int) -> Table:
     def phase(group: str) -> Callable[[TensorSummary], str]:
-        def cell(one: TensorSummary) -> str:
-            part = one.phases.get(group)
+        def cell(tensor: TensorSummary) -> str:
+            part = tensor.phases.get(group)
             return "" if part is None else f"{part.p50 / 1000:.3g} / {part.p99 / 1000:.3g}"
 
         return cell
 
     cells: dict[str, Callable[[TensorSummary], object]] = {
-        title: name,
-        "count": lambda one: one.count,
-        "bytes": lambda one: "?" if one.bytes is None else bytes_text(one.bytes),
+        f"tensor ({len(tensors)} of {of})": lambda tensor: shortened(tensor.tensor, _NAME),
+        "kind": lambda tensor: tensor.kind.lower(),
+        "count": lambda tensor: tensor.count,
+        "bytes": lambda tensor: "?" if tensor.bytes is None else bytes_text(tensor.bytes),
     }
-    cells |= {group: phase(group) for group in (*GROUPS, "whole") if any(group in one.phases for one in rows)}
-    return Table.of(rows, cells)
+    cells |= {group: phase(group) for group in (*GROUPS, "whole") if any(group in tensor.phases for tensor in tensors)}
+    note = "each phase: median / 99th percentile in ms; bytes: of the largest operation"
+    return Table.of(tensors, cells, list(cells)[:2], note=note)

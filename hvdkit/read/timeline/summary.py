@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.allreduce import CYCLE_S, FUSION_BYTES, bus_factor
-from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.common.allreduce import CYCLE_S
+from hvdkit.errors import CorruptDataError
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline import measures
@@ -21,63 +20,63 @@ from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import (
     TOGETHER,
-    Bandwidth,
     Batches,
     RankSkew,
     Skew,
     Steps,
     TensorSummary,
     TimelineSummary,
-)
+)  # fmt: skip
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 """The kinds of collective of which a training step consists."""
 
 
-def summarize(
-    source: str | Path | Recording,
-    *,
-    since: float | None = None,
-    until: float | None = None,
-    step: int | None = None,
-    ranks: int | None = None,
-    fusion_threshold: int = FUSION_BYTES,
-    columns: TimelineColumns | None = None,
-) -> TimelineSummary:
+def summarize(source: str | Path | Recording, columns: TimelineColumns | None = None) -> TimelineSummary:
     """Says in numbers where the time of a recording went.
 
-    The memory it takes is about 88 bytes per operation (a seventh of the file); all percentiles are exact.
+    The memory it takes is about 90 bytes per operation (a seventh of the file); all percentiles are exact.
 
     Args:
         source: a timeline file or a recording.
-        since, until: only operations that began in this part; seconds since the first event of the recording.
-        step: only what began in this step, from 0.
-        ranks: of the job; by default the highest rank that the recording names.
-        fusion_threshold: bytes of the job's fusion buffer (HOROVOD_FUSION_THRESHOLD).
         columns: those of ``source``, where they have been collected before.
     Raises:
         DataError: the file cannot be read.
-        InvalidArgumentError: ``step`` is not in the recording, or a number makes no sense.
     """
-    if ranks is not None and ranks < 1:
-        raise InvalidArgumentError(f"ranks is {ranks}; expected the number of processes of the job, at least 1.")
-    if fusion_threshold < 0:
-        raise InvalidArgumentError(f"fusion_threshold is {fusion_threshold}; expected bytes, at least 0.")
     recording = source if isinstance(source, Recording) else read(source)
     columns = collect(recording) if columns is None else columns
     numbers, in_steps = find_steps(columns)
-    window = _window(columns, numbers, in_steps, since, until, step)
-    keep = (columns.begin >= window[0]) & (columns.begin < window[1])
-    number_of_ranks = ranks or (int(columns.tick_rank.max()) + 1 if len(columns.tick_rank) else None)
-    if not keep.all():
-        columns, numbers, in_steps = select(columns, keep), numbers[keep], in_steps[keep]
-    begin = float(columns.begin.min()) if len(columns.begin) else columns.origin
-    end = float(columns.end.max()) if len(columns.end) else columns.origin
-    shown = (
-        max(window[0], columns.origin) if since is not None or step is not None else begin,
-        window[1] if step is not None and window[1] < np.inf else end,
+    in_exchanges = measures.union(*columns.exchange.T)
+    work = measures.union(columns.start, columns.end)
+    setup = measures.union(*columns.setup.T)
+    cycle = distribution(np.diff(columns.cycles))
+    usual_cycle = cycle.p50 if cycle else 1e6 * CYCLE_S
+    steps = _steps(columns, numbers, in_steps, in_exchanges, setup, usual_cycle)
+    tensors = [
+        _tensor(columns, rows, tensor)
+        for tensor, rows in zip(columns.tensors, columns.rows_by_tensor(), strict=True)
+        if len(rows)
+    ]
+    return TimelineSummary(
+        path=str(recording.path),
+        start_time_since_epoch=recording.start_time_since_epoch,
+        origin=columns.origin,
+        duration=float(columns.end.max()) - columns.origin if len(columns.end) else 0.0,
+        events=columns.events,
+        operations=len(columns.begin),
+        missed=int(columns.missed.sum()),
+        ranks=columns.ranks,
+        communication=measures.length(in_exchanges),
+        setup=measures.length(setup),
+        negotiating=max(0.0, measures.length(measures.union(columns.begin, columns.end)) - measures.length(work)),
+        steps=steps,
+        tensors=sorted(tensors, key=lambda tensor: -tensor.phases["whole"].total),
+        batches=_batches(columns, steps),
+        cycle=cycle,
+        skew=_skew(columns, _costs(columns, numbers, in_steps, usual_cycle)),
+        dropped={reason: count for reason, count in columns.dropped.items() if count},
+        new_names=_new_names(columns),
     )
-    return _summary(recording, columns, numbers, in_steps, shown, number_of_ranks, fusion_threshold)
 
 
 def nothing_in(path: Path, summary: TimelineSummary) -> CorruptDataError:
@@ -86,56 +85,6 @@ def nothing_in(path: Path, summary: TimelineSummary) -> CorruptDataError:
     return CorruptDataError(
         f"no operation of Horovod in {str(path)!r} ({summary.events} events read, dropped: {dropped}); expected a file "
         "that HOROVOD_TIMELINE named, of a job that reduced something."
-    )
-
-
-def _summary(
-    recording: Recording,
-    columns: TimelineColumns,
-    numbers: NDArray[np.intp],
-    in_steps: NDArray[np.bool_],
-    shown: tuple[float, float],
-    ranks: int | None,
-    fusion_threshold: int,
-) -> TimelineSummary:
-    """The summary of operations that all count.
-
-    Args:
-        numbers, in_steps: from ``find_steps``.
-        shown: from when to when it is said to be, in microseconds.
-    """
-    in_exchanges = measures.union(*columns.exchange.T)
-    work = measures.union(columns.start, columns.end)
-    setup = measures.union(*columns.setup.T)
-    cycle = distribution(np.diff(columns.cycles))
-    usual_cycle = cycle.p50 if cycle else 1e6 * CYCLE_S
-    steps = _steps(columns, numbers, in_steps, in_exchanges, setup, usual_cycle)
-    batches, bandwidth = _batches(columns, steps, ranks, fusion_threshold)
-    tensors, kinds = _by_tensor(columns)
-    return TimelineSummary(
-        path=str(recording.path),
-        start_time_since_epoch=recording.start_time_since_epoch,
-        origin=columns.origin,
-        since=shown[0] - columns.origin,
-        until=shown[1] - columns.origin,
-        events=columns.events,
-        operations=len(columns.begin),
-        missed=int(columns.missed.sum()),
-        ranks=ranks,
-        communication=measures.length(in_exchanges),
-        busy=measures.length(work),
-        copies=measures.length(_copies(columns)),
-        setup=measures.length(setup),
-        negotiating=max(0.0, measures.length(measures.union(columns.begin, columns.end)) - measures.length(work)),
-        steps=steps,
-        kinds=kinds,
-        tensors=tensors,
-        batches=batches,
-        bandwidth=bandwidth,
-        cycle=cycle,
-        skew=_skew(columns, _costs(columns, numbers, in_steps, usual_cycle)),
-        dropped={reason: count for reason, count in columns.dropped.items() if count},
-        new_names=_new_names(columns),
     )
 
 
@@ -168,13 +117,6 @@ def _new_names(columns: TimelineColumns) -> int:
     return 0
 
 
-def _copies(columns: TimelineColumns) -> tuple[Floats, Floats]:
-    """When tensors were copied into the fusion buffer, right before their exchange, and out of it, right after."""
-    into, out = (columns.durations[:, GROUPS.index(group)] for group in ("memcpy in", "memcpy out"))
-    first, last = columns.exchange.T
-    return measures.union(np.concatenate((first - into, last)), np.concatenate((first, last + out)))
-
-
 def find_steps(columns: TimelineColumns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
     """The step of each operation, and which operations are the reductions that a step consists of.
 
@@ -192,64 +134,10 @@ def find_steps(columns: TimelineColumns) -> tuple[NDArray[np.intp], NDArray[np.b
     return np.searchsorted(begins, columns.begin, side="right").astype(np.intp) - 1, in_steps
 
 
-def _window(
-    columns: TimelineColumns,
-    numbers: NDArray[np.intp],
-    in_steps: NDArray[np.bool_],
-    since: float | None,
-    until: float | None,
-    step: int | None,
-) -> tuple[float, float]:
-    first = -np.inf if since is None else columns.origin + since * 1e6
-    last = np.inf if until is None else columns.origin + until * 1e6
-    if not first < last:
-        raise InvalidArgumentError(f"since is {since} and until {until}; expected since before until, in seconds.")
-    if step is None:
-        return first, last
-    begins = columns.begin[in_steps][np.unique(numbers[in_steps], return_index=True)[1]]
-    begin, end = measures.step_window(begins.tolist(), step, np.inf)
-    return max(first, begin), min(last, end)
-
-
-def select(columns: TimelineColumns, keep: NDArray[np.bool_]) -> TimelineColumns:
-    """The rows that ``keep`` names, with their ticks, and the cycles of the same time."""
-    place = np.cumsum(keep) - 1
-    ticks = keep[columns.tick_row]
-    begin = columns.begin[keep]
-    first, last = (begin.min(), columns.end[keep].max()) if len(begin) else (np.inf, -np.inf)
-    rows = ("tensor", "bytes", "begin", "start", "end", "exchange", "durations", "fused", "missed")
-    return replace(
-        columns,
-        **{name: getattr(columns, name)[keep] for name in rows},
-        tick_row=place[columns.tick_row[ticks]].astype(np.int32),
-        tick_rank=columns.tick_rank[ticks],
-        tick_late=columns.tick_late[ticks],
-        cycles=columns.cycles[(columns.cycles >= first) & (columns.cycles <= last)],
-        setup=columns.setup[(columns.setup[:, 0] >= first) & (columns.setup[:, 0] <= last)],
-    )
-
-
-def _by_tensor(columns: TimelineColumns) -> tuple[list[TensorSummary], list[TensorSummary]]:
-    tensors = [
-        _tensor(columns, rows, tensor)
-        for tensor, rows in zip(columns.tensors, columns.rows_by_tensor(), strict=True)
-        if len(rows)
-    ]
-    kind_of = np.array([tensor.kind for tensor in columns.tensors], dtype=object)
-    kinds = []
-    for kind in dict.fromkeys(tensor.kind for tensor in tensors):
-        rows = np.flatnonzero(np.isin(columns.tensor, np.flatnonzero(kind_of == kind)))
-        kinds.append(_tensor(columns, rows, Tensor("", kind, "", None)))
-    by_time = sorted(tensors, key=lambda one: -one.phases["whole"].total)
-    return by_time, sorted(kinds, key=lambda one: -one.phases["whole"].total)
-
-
 def _tensor(columns: TimelineColumns, rows: NDArray[np.intp], tensor: Tensor) -> TensorSummary:
     """What ``rows`` of the columns say of one tensor: distributions in microseconds, sizes in bytes."""
-    whole = columns.end[rows] - columns.begin[rows]
-    durations = columns.durations[rows]
-    phases = {group: distribution(durations[:, index]) for index, group in enumerate(GROUPS)}
-    phases["whole"] = distribution(whole)
+    phases = {group: distribution(columns.durations[rows, index]) for index, group in enumerate(GROUPS)}
+    phases["whole"] = distribution(columns.end[rows] - columns.begin[rows])
     sizes = columns.bytes[rows]
     known = sizes[~np.isnan(sizes)]
     return TensorSummary(
@@ -260,9 +148,6 @@ def _tensor(columns: TimelineColumns, rows: NDArray[np.intp], tensor: Tensor) ->
         count=len(rows),
         bytes=int(known.max()) if len(known) else None,
         phases={group: found for group, found in phases.items() if found is not None},
-        first=float(whole[0]),
-        fused=int(columns.fused[rows].sum()),
-        missed=int(columns.missed[rows].sum()),
     )
 
 
@@ -280,7 +165,7 @@ def _steps(
     own, first, per_step = np.unique(numbers[in_steps], return_index=True, return_counts=True)
     begins = columns.begin[in_steps][first]
     durations = np.diff(begins)
-    sums = np.bincount(numbers[in_steps] - own[0], columns.bytes[in_steps])[own - own[0]]
+    sums = np.bincount(numbers[in_steps], columns.bytes[in_steps])
     usual = np.nanmedian(sums) if not np.isnan(sums).all() else None
     later_rows = in_steps & (numbers >= 2)
     later = slice(1, None) if len(durations) > 1 else slice(None)
@@ -297,7 +182,7 @@ def _steps(
         duration=distribution(durations[later]),
         communication=distribution(communication[later]),
         idle=distribution((durations - open_)[later]),
-        first=float(durations[0]) if len(durations) and own[0] == 0 else None,
+        first=float(durations[0]) if len(durations) else None,
         missed=float(columns.missed[later_rows].mean()) if later_rows.any() else None,
         late=float(np.where(apart, waits - cycle, 0).mean()) if len(waits) else None,
         negotiation=float(np.where(apart, cycle, waits).mean()) if len(waits) else None,
@@ -306,17 +191,14 @@ def _steps(
     )
 
 
-def _batches(
-    columns: TimelineColumns, steps: Steps | None, ranks: int | None, threshold: int
-) -> tuple[Batches | None, Bandwidth | None]:
-    """The exchanges, fused and single, and their bandwidth; None where nothing was reduced."""
+def _batches(columns: TimelineColumns, steps: Steps | None) -> Batches | None:
+    """The exchanges, fused and single; None where nothing was reduced."""
     reduced = np.isin(columns.tensor, [i for i, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS])
     all_ = exchanges(columns, reduced)
     if not len(all_.bytes):
-        return None, None
-    times, little, fused = all_.times, all_.little, all_.bytes[: all_.fused]
-    batches = Batches(
-        threshold=threshold,
+        return None
+    times, little = all_.times, all_.little
+    return Batches(
         fused=all_.fused,
         single=len(all_.bytes) - all_.fused,
         small=int(little[all_.fused :].sum()),
@@ -325,27 +207,7 @@ def _batches(
         large_share=float(times[~little].sum() / (times.sum() or 1.0)),
         per_step=len(times) / steps.count if steps else None,
         tensors=distribution(all_.tensors.astype(np.float64)),
-        bytes=distribution(fused),
-        fill=distribution(fused / threshold) if threshold else None,
-    )
-    return batches, _bandwidth(all_.bytes, times, ranks)
-
-
-def _bandwidth(sizes: Floats, times: Floats, ranks: int | None) -> Bandwidth | None:
-    known = (sizes > 0) & (times > 0)
-    sizes, times = sizes[known], times[known]
-    if not len(sizes):
-        return None
-    rates = sizes / times * 1e6
-    best = int(rates.argmax())
-    achieved = float(sizes.sum() / times.sum() * 1e6)
-    factor = bus_factor("allreduce", ranks) if ranks else None
-    return Bandwidth(
-        algorithm=achieved,
-        bus=None if factor is None else achieved * factor,
-        best_algorithm=float(rates[best]),
-        best_bus=None if factor is None else float(rates[best]) * factor,
-        best_bytes=float(sizes[best]),
+        bytes=distribution(all_.bytes[: all_.fused]),
     )
 
 

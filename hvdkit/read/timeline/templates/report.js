@@ -107,38 +107,8 @@ function roundStep(span, about) {
     });
   }
 
-  function drawHistogram(one) {
-    // bin k holds what is at least 2**(k-1) and less than 2**k, bin 0 nothing at all
-    const bound = (bin) => bin <= 0 ? 0 : Math.pow(2, bin - 1);
-    const units = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024], ["B", 1]];
-    const bytes = (size) => { const [name, by] = units.find((unit) => size >= unit[1]) || units[4]; return `${number(size / by)} ${name}`; };
-    const label = one.horizontal === "bytes" ? bytes : timeText;
-    const heights = new Map(one.bins), bins = [...heights.keys()], most = Math.max(...heights.values());
-    const spare = Math.max(0, 8 - (Math.max(...bins) - Math.min(...bins) + 1));
-    const low = Math.max(0, Math.min(...bins) - Math.floor(spare / 2)), high = Math.max(...bins) + Math.ceil(spare / 2);
-    const [left, right, above, below] = [56, 278, 14, 166], top = Math.max(most, 1e-9) * 1.05;
-    const shown = one.vertical === "time" ? timeText : number, [unit, factor] = one.vertical === "time" ? unitFor(most) : ["", 1];
-    const svg = drawing(one.name, `${one.title}: from ${label(bound(Math.min(...bins)))} to ${label(bound(Math.max(...bins) + 1))}`,
-      300, 220);
-    const y = (value) => below - (below - above) * value / top;
-    vertical(svg, y, top, factor, left, right, unit ? `time in exchanges (${unit})` : one.vertical);
-    const wide = (right - left) / (high - low + 1), every = Math.ceil((high - low + 2) * 50 / (right - left));
-    for (let bin = low; bin <= high + 1; bin += 1) {
-      const place = left + (bin - low) * wide, value = heights.get(bin);
-      if ((bin - low) % every === 0) {
-        mark(svg, "line", { x1: place, y1: below, x2: place, y2: below + 4, class: "rule" });
-        mark(svg, "text", { x: place, y: below + 16, class: "middle small" }, label(bound(bin)));
-      }
-      if (!value) continue;
-      const bar = { x: place + 0.5, y: y(value), width: wide - 1, height: below - y(value), class: "g5" };
-      mark(svg, "rect", bar, undefined, `${label(bound(bin))} to ${label(bound(bin + 1))}: ${shown(value)}`);
-    }
-    mark(svg, "text", { x: (left + right) / 2, y: below + 38, class: "middle axis" }, one.horizontal);
-  }
-
   if (page.steps) drawSteps(page.steps);
   drawTensors(page.tensors);
-  page.histograms.forEach(drawHistogram);
 })();
 
 // Operation by operation: a canvas that zooms.

@@ -50,7 +50,6 @@ def test_a_sound_job(doctor_job, controller):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert found["ok"] and [rank["horovod"]["rank"] for rank in found["ranks"]] == [0, 1]
-    assert [rank["mpi"]["rank"] for rank in found["ranks"]] == ([0, 1] if controller == "mpi" else [None, None])
     assert found["ranks"][0]["versions"]["horovod"] == "0.28.1"
 
 

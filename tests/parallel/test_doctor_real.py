@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,20 +35,19 @@ def doctor(*packages: Path, **variables: str) -> tuple[int, dict[str, Any], str]
 
 
 def test_what_is_here_is_working() -> None:
-    status, report, output = doctor()
+    status, report, _ = doctor()
     assert {report["components"][name]["status"] for name in ("PyTorch", "Horovod", "MPI")} == {"working"}
     assert all(check["ok"] for trained in report["facts"]["trained"].values() for check in trained["checks"])
     assert report["facts"]["trained"]["torch"]["controller"] == "MPI"
     assert status == 0
     assert report["ok"] is True
     assert report["facts"]["mpi4py_mpi"] == report["facts"]["extensions"]["torch"]["mpi"]
-    assert len(socket.gethostname()) < 4 or f'"{socket.gethostname()}"' not in output
 
 
 def test_another_pytorch_in_front_of_the_one_horovod_was_built_for(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text('__version__ = "1.99.0"')
-    for other in ("tensorflow", "keras", "jax"):  # seconds each, and no matter here
+    for other in ("tensorflow", "keras"):  # seconds each, and no matter here
         (tmp_path / f"{other}.py").write_text("raise ImportError('hidden')")
     status, report, _ = doctor(tmp_path)
     (drift,) = [finding for finding in report["findings"] if finding["check"] == "drift-torch"]
@@ -62,7 +60,6 @@ def test_another_pytorch_in_front_of_the_one_horovod_was_built_for(tmp_path: Pat
 def test_a_pytorch_that_dies_leaves_the_rest_of_the_report(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    (tmp_path / "jax.py").write_text("raise ImportError('hidden')")  # TensorFlow would import it, and it takes seconds
     status, report, _ = doctor(tmp_path)
     assert status == 1
     assert "SIGSEGV" in next(f["what"] for f in report["findings"] if f["check"] == "import-torch")

@@ -61,14 +61,12 @@ RECORD = BuildRecord(
 )
 SOUND = DoctorFacts(
     python="3.11.7",
-    python_tag="cp311",
     prefix="/env",
     host=DoctorHost("Linux 6.1 x86_64", cores=8, affinity=8, shm_bytes=2**30),
     packages={
         "torch": package("torch", "2.13.0+cpu"),
         "tensorflow": package("tensorflow", "2.21.0", distribution="tensorflow-cpu"),
         "keras": package("keras", "3.15.1"),
-        "jax": Package("jax"),
         "mpi4py": package("mpi4py", "4.1.2"),
         "horovod": package("horovod", "0.28.1"),
     },
@@ -134,12 +132,9 @@ def found(facts: DoctorFacts) -> dict[str, Found]:
 
 
 FAILED = with_package("torch", version=None, failure=CRASH)
-ELSEWHERE = with_package("torch", location="/home/me/lib/torch", version=None, failure=CRASH)
 SLOW = with_package("torch", version=None, failure=Failure("timeout", "did not end within 60 s"))
+NO_BACKEND = with_package("keras", version=None, failure=Failure("raised", "No module named 'jax'"))
 TORCH_2_12 = with_package("torch", version="2.12.0", distribution_version="2.12.0")
-TORCH_ALONE = without_package("tensorflow")
-TF_IS_GONE = with_extension("tensorflow", TORCH_ALONE, **NOT_LOADED)
-OTHER_PYTHON = {"file": None, "other_files": ("/env/mpi_lib.cpython-310.so",), **NOT_LOADED}
 GLOO_ALONE = with_extension("torch", built=("Gloo",), mpi=None)
 GLOO_ALONE = replace(with_extension("tensorflow", GLOO_ALONE, built=("Gloo",), mpi=None), mpi4py_mpi=MPICH)
 WRONG, RIGHT = MpiLauncher("/usr/bin/mpirun", "MPICH", "4.2.0", first_on_path=True), SOUND.mpi_launchers[0]
@@ -147,85 +142,46 @@ OLD = MpiLauncher("/usr/bin/mpirun", "Open MPI", "4.1.4", first_on_path=True)
 GPU = with_host(gpus=("NVIDIA H200", "NVIDIA H200"))
 CPU_BUILD, HIDDEN = (replace(GPU, devices={"torch": devices}) for devices in (Devices(), Devices("CUDA 13.0")))
 SEEN = replace(GPU, devices={"torch": Devices("CUDA 13.0", GPU.host.gpus)})
-NO_MPI4PY = replace(without_package("mpi4py"), mpi4py_mpi=None)
-BROKEN_MPI4PY = with_package("mpi4py", version=None, failure=Failure("raised", "cannot load MPI library"))
 
 ONE_FINDING = [
     (replace(SOUND, python="3.10.4"), "python", "warning", "3.11, 3.12 or 3.13"),
     (replace(SOUND, python="3.14.0"), "python", "warning", "3.11, 3.12 or 3.13"),
-    (replace(SOUND, python="4.0.0"), "python", "warning", "3.11, 3.12 or 3.13"),
     (FAILED, "import-torch", "error", "SIGSEGV"),
-    (ELSEWHERE, "import-torch", "error", "/home/me/lib/torch is not meant to be used, take it out of PYTHONPATH"),
     (SLOW, "import-torch", "error", "--timeout 300"),
     (with_package("keras", version=None, failure=CRASH), "import-keras", "error", "SIGSEGV"),
-    (with_package("jax", present=True, version=None, failure=CRASH), "import-jax", "warning", "SIGSEGV"),
-    (
-        with_package("tensorflow", version=None, failure=CRASH),
-        "import-tensorflow",
-        "error",
-        "pip install --force-reinstall tensorflow-cpu==2.21.0",
-    ),
+    (NO_BACKEND, "import-keras", "warning", "KERAS_BACKEND"),
+    (with_package("tensorflow", version=None, failure=CRASH), "import-tensorflow", "error", "reinstall tensorflow-cpu"),
     (built_for(torch="2.12.1+cpu"), "drift-torch", "warning", "PyTorch 2.13.0+cpu is installed, and Horovod was built"),
     (built_for(torch="2.13.0+cu130"), "drift-torch", "warning", "for PyTorch 2.13.0+cu130 (hvdkit-build.json)"),
-    (built_for(torch="2.13.1"), "drift-torch", "warning", "hvdkit install --force"),
     (built_for(torch="2.13.0rc1"), "drift-torch", "warning", "pip install torch==2.13.0rc1"),
     (not_loading("OSError: undefined symbol", TORCH_2_12), "drift-torch", "error", "fails: OSError: undefined symbol"),
     (not_training("no interface", TORCH_2_12), "drift-torch", "error", "training of 2 ranks fails: no interface."),
     (not_loading("OSError: mpi_lib.so: undefined symbol: _ZN3c10"), "extension-torch", "error", "Drift: "),
     (
-        not_loading("OSError: libmpi.so.40: cannot open shared object file"),
+        not_loading("libmpi.so.40: cannot open shared object file"),
         "extension-torch",
         "error",
-        "Bring back the",
-    ),
-    (
-        not_loading("OSError: libnccl.so.2: cannot open shared object file"),
-        "extension-torch",
-        "error",
-        "NCCL libraries",
+        "Bring libmpi.so.40 back",
     ),
     (not_loading("ModuleNotFoundError: No module named 'psutil'"), "extension-torch", "error", "pip install psutil"),
     (with_extension("tensorflow", file=None, **NOT_LOADED), "extension-missing-tensorflow", "warning", "built without"),
-    (TF_IS_GONE, "framework-gone-tensorflow", "info", "Install TensorFlow 2.21.0"),
     (not_training("mpirun exited with status 213"), "launch", "error", "2 ranks in PyTorch fails: mpirun exited with"),
     (replace(SOUND, tensorflow_keras="3.15.1"), "horovod-on-keras-3", "info", "hvdkit.keras"),
-    (replace(SOUND, mpi4py_mpi=MPICH), "two-mpis", "warning", "every process is rank 0"),
     (replace(SOUND, mpi4py_mpi=MPICH), "two-mpis", "warning", "Horovod uses Open MPI 5.0.11 (/env/lib/libmpi.so.40)"),
     (replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/x", version="4.1.4")), "two-mpis", "warning", "Open MPI 4.1.4"),
     (with_launchers(WRONG, replace(RIGHT, first_on_path=False)), "mpirun", "warning", "or with /env/bin/mpirun"),
     (with_launchers(WRONG), "mpirun", "warning", "the MPI of /usr/bin/mpirun"),
-    (with_launchers(replace(WRONG, first_on_path=False)), "mpirun", "warning", "every process is rank 0"),
     (with_launchers(OLD), "mpirun", "warning", "Open MPI 4.1.4"),
     (GLOO_ALONE, "mpirun", "warning", "mpi4py uses MPICH"),
-    (with_extension("torch", **OTHER_PYTHON), "extension-missing-torch", "warning", "another Python: /env/mpi_lib.cp"),
-    (built_for(version="4.1.4"), "drift-mpi", "warning", "built with Open MPI 4.1.4 and loads Open MPI 5.0.11"),
-    (built_for(mpi="MPICH", version="5.0.2"), "drift-mpi", "warning", "MPICH 5.0.2"),
-    (NO_MPI4PY, "mpi4py-missing", "info", "pip install mpi4py"),
-    (replace(BROKEN_MPI4PY, mpi4py_mpi=None), "import-mpi4py", "warning", "cannot load MPI library"),
-    (CPU_BUILD, "no-gpu-build-torch", "warning", "2 GPUs (NVIDIA H200), and PyTorch 2.13.0+cpu is a build without"),
-    (HIDDEN, "hidden-gpus-torch", "warning", "nvidia-smi"),
-    (replace(HIDDEN, environ={"CUDA_VISIBLE_DEVICES": ""}), "hidden-gpus-torch", "info", "Unset CUDA_VISIBLE_DEVICES"),
-    (replace(SOUND, devices={"torch": Devices(failure=CRASH)}), "devices-torch", "warning", "SIGSEGV"),
+    (CPU_BUILD, "unseen-gpus-torch", "warning", "2.13.0+cpu (CPU) sees none of this machine's 2 GPUs (NVIDIA H200)"),
+    (HIDDEN, "unseen-gpus-torch", "warning", "nvidia-smi"),
+    (replace(HIDDEN, environ={"CUDA_VISIBLE_DEVICES": ""}), "unseen-gpus-torch", "info", "Unset CUDA_VISIBLE_DEVICES"),
     (SEEN, "no-nccl-torch", "warning", "--gpu nccl"),
     (with_host(affinity=1), "one-core", "warning", "affinity"),
     (with_host(cpu_quota=1.5), "one-core", "warning", "quota of 1.5"),
-    *(
-        (with_environ(OMP_NUM_THREADS=text), "omp-threads", "warning", text)
-        for text in ("9", "0", "-1", "many", "16,2")
-    ),
-    (with_environ(OMP_NUM_THREADS=""), "omp-threads", "warning", "not a positive number"),
+    *((with_environ(OMP_NUM_THREADS=text), "omp-threads", "warning", text) for text in ("9", "0", "many", "16,2")),
     (with_host(shm_bytes=None), "shared-memory", "warning", "There is no /dev/shm"),
-    (with_host(shm_bytes=0), "shared-memory", "warning", "0 MiB"),
     (with_host(shm_bytes=2**20), "shared-memory", "warning", "1 MiB"),
-    (with_environ(HOROVOD_FUSION_THRESHOLD="64"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=67108864"),
-    (with_environ(HOROVOD_FUSION_THRESHOLD="64MB"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=67108864"),
-    (with_environ(HOROVOD_FUSION_THRESHOLD="1"), "fusion-threshold", "warning", "HOROVOD_FUSION_THRESHOLD=1048576"),
-    (
-        replace(with_environ(HOROVOD_TIMELINE="/nowhere/{t}"), timeline_problem="there is no directory /nowhere"),
-        "timeline",
-        "warning",
-        "HOROVOD_TIMELINE=/nowhere/{t} cannot be written: there is no directory /nowhere",
-    ),
 ]
 
 
@@ -255,41 +211,24 @@ def test_one_fault_is_one_finding(facts: DoctorFacts, check: str, level: str, wo
         ),  # unknown: nothing can be said
         with_launchers(replace(RIGHT, version="5.0.3")),
         with_launchers(),
-        built_for(version="5.0.2"),
-        built_for(mpi="unknown MPI", version=""),
         with_extension("torch", SEEN, built=("MPI", "Gloo", "NCCL", "CUDA")),
-        replace(SOUND, devices={"torch": Devices("CUDA 13.0")}),
         with_host(cores=1, affinity=1),
         with_host(cpu_quota=2.0),
         *(with_environ(OMP_NUM_THREADS=value) for value in ("1", "8", "4,2")),
-        *(with_environ(HOROVOD_FUSION_THRESHOLD=value) for value in ("0", "1024", "67108864")),
     ],
 )
 def test_what_is_sound_has_no_finding(facts: DoctorFacts) -> None:
     assert CHECKS.examine(facts) == []
 
 
-def test_errors_come_first_and_every_finding_says_what_why_and_fix() -> None:
-    damaged = replace(
-        not_loading("OSError: no", NO_MPI4PY),
-        python="3.14.0",
-        environ={"HOROVOD_FUSION_THRESHOLD": "64", "OMP_NUM_THREADS": "99", "HOROVOD_TIMELINE": "x/y"},
-        timeline_problem="there is no directory x",
-        record_error="The record cannot be read.",
-        host=DoctorHost("Linux", cores=8, affinity=1, gpus=("NVIDIA A100",)),
-        mpi_launchers=(),
-    )
-    findings = CHECKS.examine(with_package("jax", damaged, present=True, failure=CRASH))
-    levels = [finding.level for finding in findings]
-    assert levels == sorted(levels, key=list(LEVELS).index) and set(levels) == set(LEVELS) and len(levels) >= 10
-    for finding in findings:
-        assert all(text.strip().endswith(".") for text in (finding.what, finding.why, finding.fix)), finding
+def test_errors_come_first() -> None:
+    damaged = not_loading("OSError: no", replace(SOUND, python="3.14.0", tensorflow_keras="3.15.1"))
+    assert [finding.level for finding in CHECKS.examine(damaged)] == list(LEVELS)
 
 
 def test_horovods_own_metadata_tells_drift_when_there_is_no_record() -> None:
     findings = found(replace(SOUND, record=None, metadata={"tensorflow": "2.20.0"}))
     assert "metadata.json" in findings["drift-tensorflow"].what
-    assert findings["no-record"].level == "info"
 
 
 def test_a_launch_that_fails_in_both_frameworks_is_one_finding() -> None:
@@ -300,7 +239,7 @@ def test_a_launch_that_fails_in_both_frameworks_is_one_finding() -> None:
 
 
 def test_an_extension_for_the_only_framework_missing_is_an_error() -> None:
-    facts = with_extension("torch", TORCH_ALONE, file=None, **NOT_LOADED)
+    facts = with_extension("torch", without_package("tensorflow"), file=None, **NOT_LOADED)
     assert found(facts)["extension-missing-torch"].level == "error"
 
 

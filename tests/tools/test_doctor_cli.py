@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from test_doctor_checks import (
     NOT_LOADED,
-    SOUND,
     TRAINS,
-    built_for,
     extension,
     not_training,
     with_package,
@@ -21,7 +19,6 @@ from test_doctor_checks import (
 
 from hvdkit import cli
 from hvdkit.prepare.doctor.facts import Failure
-from hvdkit.prepare.doctor.host import MpiLauncher
 from hvdkit.prepare.doctor.report import components
 
 TORCH_ALONE = replace(
@@ -54,7 +51,7 @@ def test_json_is_alone_on_standard_output(facts, capsys):
     assert [report["components"][name]["status"] for name in ("PyTorch", "Horovod", "MPI")] == ["working"] * 3
     assert report["components"]["PyTorch"]["version"] == "2.13.0+cpu"
     assert report["facts"]["extensions"]["torch"]["built"] == ["MPI", "Gloo"]
-    assert [finding["level"] for finding in report["findings"]] == ["info"]  # not built by hvdkit
+    assert report["findings"] == [] and "not by 'hvdkit install'" in report["components"]["Horovod"]["detail"]
     facts[0] = BROKEN
     assert cli.run(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -68,13 +65,13 @@ def test_text_has_each_component_and_what_why_fix(facts, capsys):
     text = capsys.readouterr().out
     for words in ("PyTorch", "Horovod", "Gloo", "error [import-torch]", "what: ", "why: ", "fix: "):
         assert words in text
-    assert "Training does not work here: 1 error, 0 warnings, 1 note." in text
+    assert "Training does not work here: 1 error, 0 warnings, 0 notes." in text
     assert "\x1b" not in text  # no colours into a pipe
     assert max(len(line) for line in text.splitlines()) <= 110
     facts[0] = replace(TORCH_ALONE, environ={"OMP_NUM_THREADS": "99"})
     assert cli.run(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert "warning [omp-threads]" in text and "Training works here: 0 errors, 1 warning, 1 note." in text
+    assert "warning [omp-threads]" in text and "Training works here: 0 errors, 1 warning, 0 notes." in text
     facts[0] = replace(TORCH_ALONE, trained={})
     assert cli.run(["doctor"]) == 0
     assert "No training was tried: 0 errors" in capsys.readouterr().out
@@ -107,7 +104,7 @@ def replace_controller(name, *, ok=True):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--timeout", "0"], ["--timeout", "soon"], ["--jsno"], ["extra"], ["--report", "--json"], ["--report", "--job"]],
+    [["--timeout", "0"], ["--timeout", "soon"], ["--jsno"], ["extra"]],
 )
 def test_bad_usage_is_one_sentence_and_exit_status_2(arguments, capsys):
     assert cli.run(["doctor", *arguments]) == 2
@@ -125,20 +122,3 @@ def test_the_command_loads_no_framework(tmp_path):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (result.returncode, result.stdout.strip()) == (0, "")
-
-
-def test_a_report_to_paste_has_no_host_no_user_and_no_colour(facts, capsys, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/ada")
-    monkeypatch.setenv("LOGNAME", "ada")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("socket.gethostname", lambda: "node17")
-    mine = MpiLauncher("/scratch/ada_2/bin/mpirun", "Open MPI", "5.0.11", first_on_path=True)
-    variables = {"HOROVOD_TIMELINE": "/home/ada/t.json on node17", "HOROVOD_AUTOTUNE_LOG": "/home/adam/canada/ada"}
-    variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = "10.0.0.1:5/5ekr1t"
-    facts.append(built_for(replace(SOUND, prefix="/home/ada/env", mpi_launchers=(mine,), environ=variables), "1.0"))
-    assert cli.run(["doctor", "--report"]) == 0
-    said = capsys.readouterr().out
-    assert " in ~/env, Linux" in said and "/scratch/USER_2/bin/mpirun" in said and "warning [drift-torch]" in said
-    assert "HOROVOD_TIMELINE=~/t.json on HOST\n" in said
-    assert "HOROVOD_AUTOTUNE_LOG=/home/USER/canada/USER\n" in said
-    assert "\x1b" not in said and "5ekr1t" not in said

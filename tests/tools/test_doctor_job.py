@@ -27,7 +27,6 @@ def job(n=4, hosts=("a", "b"), **changes):
             launcher="srun",
             launched=Place(rank, n),
             horovod=Place(rank, n),
-            mpi=Place(rank, n),
             local_rank=rank % per_host,
             library="Open MPI 5.0.11",
             cores=tuple(range(8)),
@@ -36,8 +35,6 @@ def job(n=4, hosts=("a", "b"), **changes):
             device=f"GPU-{rank % per_host + 1}",
             nccl=True,
             versions=VERSIONS,
-            free_bytes={"/scratch": 2**40},
-            clock=1e9 + rank * 1e-3,
             **changes,
         )
         for rank in range(n)
@@ -67,12 +64,6 @@ ON_ONE_GPU = [replace(one, device="GPU-1") for one in job()]
             "error",
             "on ranks 2-3 (b): no extension",
         ),
-        (
-            [replace(one, mpi=Place(0, 1)) for one in job()],
-            "mpi4py",
-            "warning",
-            "mpi4py sees rank 0 of 1, Horovod rank 0 of 4 (ranks 0-3)",
-        ),
         (job()[:3], "missing-ranks", "error", "no report from rank 3 of 4"),
         (ON_ONE_GPU, "gpus", "error", "ranks 0-1 on a use the same GPU, GPU-1"),
         ([replace(one, nccl=False) for one in ON_ONE_GPU], "gpus", "warning", "ranks 2-3 on b use the same GPU, GPU-1"),
@@ -101,8 +92,6 @@ ON_ONE_GPU = [replace(one, device="GPU-1") for one in job()]
             "warning",
             "2 ranks on b would run 16 threads on 8 cores",
         ),
-        (changed(job(), 1, free_bytes={"/scratch": 5 * 2**20}), "disk", "warning", "/scratch on a has 5 MiB left"),
-        (changed(job(), 2, clock=1e9 + 3.5), "clocks", "warning", "a and b are 3.5 s apart"),
     ],
 )
 def test_each_fault_is_found_and_nothing_else(reports, check, level, part):
@@ -113,7 +102,7 @@ def test_each_fault_is_found_and_nothing_else(reports, check, level, part):
 
 
 def test_errors_come_first():
-    levels = [one.level for one in CHECKS.examine(changed(job()[:3], 1, clock=1e9 + 9))]
+    levels = [one.level for one in CHECKS.examine(changed(job()[:3], 1, threads=99))]
     assert levels == sorted(levels, key=list(LEVELS).index) == ["error", "warning"]
 
 
@@ -187,7 +176,7 @@ def test_visible_devices(chosen, left):
 def test_a_process_without_a_launcher_and_one_with_half_an_environment():
     own = look({"PATH": ""})
     assert (own.launcher, own.rank, own.size, own.gpus) == ("none", 0, 1, ())
-    assert own.versions["numpy"] and own.cores and min(own.free_bytes.values()) > 0
+    assert own.versions["numpy"] and own.cores
     assert "PMI_SIZE is not set" in look({"PATH": "", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}).launched.error
     assert look({"PATH": "", "OMP_NUM_THREADS": "3"}).threads == 3
     assert look({"PATH": "", "OMP_NUM_THREADS": "1000,2"}).threads == 1000

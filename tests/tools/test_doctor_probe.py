@@ -20,7 +20,6 @@ from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.finding import Found
-from hvdkit.prepare.doctor.masked import without_host_name
 from hvdkit.prepare.doctor.probe import gather, plain, run
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
@@ -136,21 +135,11 @@ def test_an_import_that_crashes_is_a_finding_with_its_message(
 
 def test_one_crash_does_not_hide_the_others(bare_python: str, packages: Callable[..., dict[str, str]]) -> None:
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    facts = gather(bare_python, packages(torch=crash, tensorflow="1/0", jax='__version__ = "0.5"', horovod=crash))
+    facts = gather(bare_python, packages(torch=crash, tensorflow="1/0", mpi4py="1/0", horovod=crash))
     findings = found(facts)
-    assert facts.packages["jax"].version == "0.5"
+    assert "ZeroDivisionError" in facts.packages["mpi4py"].failure.message
     assert {"import-torch", "import-tensorflow", "import-horovod"} <= findings.keys()
     assert "ZeroDivisionError" in findings["import-tensorflow"].what
-
-
-@pytest.mark.parametrize("crash", ["1/0", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"])
-def test_what_does_not_need_the_crashed_package_is_still_looked_at(
-    bare_python: str, packages: Callable[..., dict[str, str]], crash: str
-) -> None:
-    environ = packages(torch=crash, jax='__version__ = "0.5"')
-    (outcomes,) = run(bare_python, [["torch", "torch.devices", "torch.extension", "jax"]], environ, 60)
-    assert outcomes["jax"] == {"version": "0.5"}
-    assert outcomes.keys() == {"torch", "jax"}
 
 
 def test_the_missing_dependency_is_what_the_fix_installs(
@@ -174,8 +163,8 @@ def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
 
 
 def test_who_is_interrupted_leaves_no_child(bare_python: str, packages: Callable[..., dict[str, str]]) -> None:
-    environ = packages(torch="1/0", jax="import threading; threading.Event().wait()")
-    outcomes = run(bare_python, [["torch"], ["jax"]], environ, 600)
+    environ = packages(torch="1/0", horovod="import threading; threading.Event().wait()")
+    outcomes = run(bare_python, [["torch"], ["horovod"]], environ, 600)
     assert next(outcomes).keys() == {"torch"}
     child = outcomes.gi_frame.f_locals["started"][1]
     outcomes.close()
@@ -194,18 +183,6 @@ __version__ = "2.9.0"
     assert gather(bare_python, packages(torch=noise)).packages["torch"].version == "2.9.0"
 
 
-def test_another_version_than_horovod_was_built_for_is_drift_with_both_versions(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    environ = packages(torch=TORCH.format(version="2.8.1+cpu"))
-    add_horovod(tmp_path)
-    finding = found(gather(bare_python, environ))["drift-torch"]
-    assert finding.level == "warning"  # it still works
-    assert "2.8.1+cpu" in finding.what
-    assert "2.9.0+cpu" in finding.what
-    assert "hvdkit install --force" in finding.fix
-
-
 def test_drift_is_an_error_when_the_extension_fails(
     bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
@@ -216,32 +193,6 @@ def test_drift_is_an_error_when_the_extension_fails(
     assert findings["drift-torch"].level == "error"
     assert "_ZN2at" in findings["drift-torch"].why
     assert "extension-torch" not in findings  # one cause, one finding
-
-
-def test_package_metadata_of_another_version_is_drift_too(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
-    add_horovod(tmp_path)
-    add_distribution(tmp_path, "torch", "2.8.1")
-    findings = found(gather(bare_python, environ))
-    assert "2.8.1" in findings["drift-torch"].what
-    assert "2.8.1" in findings["two-versions-torch"].what
-
-
-def test_horovod_without_an_extension_for_the_framework(
-    bare_python: str, packages: Callable[..., dict[str, str]]
-) -> None:
-    facts = gather(bare_python, packages(torch=TORCH.format(version="2"), horovod='__version__ = "0.28.1"'))
-    finding = found(facts)["extension-missing-torch"]
-    assert finding.level == "error"  # PyTorch is the only framework
-    assert "hvdkit install --force" in finding.fix
-
-
-def test_keras_without_its_backend_is_no_crash(bare_python: str, packages: Callable[..., dict[str, str]]) -> None:
-    findings = found(gather(bare_python, packages(torch=TORCH.format(version="2"), keras="import tensorflow")))
-    assert "import-keras" not in findings
-    assert "KERAS_BACKEND" in findings["keras-backend"].fix
 
 
 def test_a_broken_tensorflow_is_not_imported_again_for_keras(
@@ -281,19 +232,17 @@ def test_the_build_record_is_read_with_the_mpirun_it_names(
     assert (str(mpirun), "4.1.4") in [(launcher.path, launcher.version) for launcher in facts.mpi_launchers]
     findings = found(facts)
     assert "2.8.0 (hvdkit-build.json)" in findings["drift-torch"].what
-    assert "no-record" not in findings
 
 
-def test_a_damaged_build_record_is_a_finding(
+def test_a_damaged_build_record_counts_as_none(
     bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
     add_horovod(tmp_path)
     (tmp_path / "horovod" / "hvdkit-build.json").write_bytes(b"\xff{")
     (tmp_path / "horovod" / "metadata.json").write_text("[not json")
-    findings = found(gather(bare_python, environ))
-    assert findings["record-unreadable"].level == "warning"
-    assert "drift-torch" not in findings
+    facts = gather(bare_python, environ)
+    assert (facts.record, facts.metadata) == (None, {})
 
 
 def test_a_probe_is_no_part_of_a_job() -> None:
@@ -321,8 +270,3 @@ def test_an_interpreter_that_does_not_run_is_one_clear_error(tmp_path: Path) -> 
         gather(str(broken), dict(os.environ))
     with pytest.raises(HvdkitError, match="cannot be started: No such file"):
         gather(str(tmp_path / "absent"), dict(os.environ))
-
-
-def test_messages_do_not_carry_the_name_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: "node-17")
-    assert without_host_name("[node-17:4242] MPI_Init failed") == "[HOST:4242] MPI_Init failed"

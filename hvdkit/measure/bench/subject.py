@@ -13,9 +13,9 @@ from typing import Annotated
 import msgspec
 
 import hvdkit
+from hvdkit.common import masked
 from hvdkit.common.json_files import Part, Positive, Whole
 from hvdkit.measure.bench.laws import STRONG
-from hvdkit.prepare.doctor import masked
 from hvdkit.run.launch.model import LaunchPlan, Setting
 from hvdkit.run.trials import Here
 from hvdkit.steps.device import threads_asked

@@ -147,7 +147,8 @@ def device_choices(case: DataCase) -> Iterator[ast.expr]:
     """The expressions that choose a GPU by a rank, or by something that the text does not fix."""
     for call in (event.node for event in case.events):
         if case.name(call).endswith(_CHOOSES):
-            yield from (one for one in call.args if not _is_fixed(case, one))
+            number = (ast.Constant, ast.Name, ast.arg, ast.UnaryOp, ast.unaryop)  # the same GPU on every rank
+            yield from (one for one in call.args if not all(isinstance(x, number) for x in case.reach(one)))
         elif case.name(call).endswith(_TAKES_DEVICE) or method(call) in ("cuda", "to"):
             yield from (one for one in call.args if case.has_rank(one))
         named = [argument(call, word) for word in ("device_ids", "device", "visible_device_list")]
@@ -156,12 +157,6 @@ def device_choices(case: DataCase) -> Iterator[ast.expr]:
     for value in [*options, *_environment(case, "CUDA_VISIBLE_DEVICES")]:
         if value is not None and case.has_rank(value):
             yield value
-
-
-def _is_fixed(case: DataCase, node: ast.expr) -> bool:
-    """Whether a value is a number in the text: the same GPU on every rank."""
-    leaves = [one for one in case.reach(node) if not isinstance(one, (ast.Name, ast.arg, ast.UnaryOp, ast.unaryop))]
-    return all(isinstance(one, ast.Constant) for one in leaves)
 
 
 def _environment(case: DataCase, variable: str) -> Iterator[ast.expr]:

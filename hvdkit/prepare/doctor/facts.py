@@ -14,7 +14,7 @@ from hvdkit.prepare.install.facts import TITLES
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
 from hvdkit.prepare.install.record import BuildRecord
 
-PACKAGES = {**TITLES, "keras": "Keras", "jax": "JAX", "mpi4py": "mpi4py", "horovod": "Horovod"}
+PACKAGES = {**TITLES, "keras": "Keras", "mpi4py": "mpi4py", "horovod": "Horovod"}
 CONTROLLERS = ("MPI", "Gloo")
 
 
@@ -87,16 +87,14 @@ class Extension:
     Attributes:
         framework: import name.
         file: the extension for this Python, None when it was not built.
-        other_files: extensions built for another Python.
         loaded: its import succeeded; then ``built`` and ``mpi`` are known.
         failure: why it did not.
-        built: what it was built with, of "MPI", "Gloo", "NCCL", "CUDA", "ROCm", "CCL", "DDL".
+        built: what it was built with, of "MPI", "Gloo", "NCCL".
         mpi: the MPI library that its process had loaded.
     """
 
     framework: str
     file: str | None = None
-    other_files: tuple[str, ...] = ()
     loaded: bool = False
     failure: Failure | None = None
     built: tuple[str, ...] = ()
@@ -108,7 +106,7 @@ class DoctorFacts:
     """Everything that the checks look at.
 
     Attributes:
-        python, python_tag: "3.11.7", "cp311".
+        python: "3.11.7".
         prefix: the environment's directory.
         host: the machine.
         packages: import name -> package, for every name of PACKAGES.
@@ -116,19 +114,16 @@ class DoctorFacts:
         keras_backend: "tensorflow", "torch", "jax"; None when Keras was not imported.
         devices, extensions: framework's import name -> what it sees, Horovod's extension for it.
         record: what ``hvdkit install`` noted in the Horovod that it built.
-        record_error: why that could not be read.
         metadata: Horovod's own note of the versions that it was built for, by the framework's import name.
         mpi4py_mpi: the MPI library that mpi4py loads.
         mpi_launchers: what PATH has first, then those of the environment and of the build record.
         environ: the variables that matter to training (HOROVOD_*, OMP_NUM_THREADS, ...) and are set.
-        timeline_problem: why HOROVOD_TIMELINE cannot be written, None when it can or is not set.
         trained: framework's import name -> what 2 ranks said that ``hvdkit launch`` started, for each that Horovod's
             extension loads in.
         seconds_allowed: time limit of each probe.
     """
 
     python: str
-    python_tag: str
     prefix: str
     host: DoctorHost
     packages: Mapping[str, Package]
@@ -137,12 +132,10 @@ class DoctorFacts:
     devices: Mapping[str, Devices] = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     record: BuildRecord | None = None
-    record_error: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     mpi4py_mpi: MpiLibrary | None = None
     mpi_launchers: tuple[MpiLauncher, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
-    timeline_problem: str | None = None
     trained: Mapping[str, TwoRanks] = field(default_factory=dict)
     seconds_allowed: float = 60.0
 

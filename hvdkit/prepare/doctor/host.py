@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.common import masked
 from hvdkit.common.files import text_if_there
 from hvdkit.common.programs import identify_mpi, version
-from hvdkit.prepare.doctor import masked
 
 _RELEVANT = (
     "HOROVOD_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS",
     "MKL_NUM_THREADS", "KERAS_BACKEND", "TF_USE_LEGACY_KERAS",
 )  # fmt: skip
 """Beginnings of the names of variables that change a training; a report shows no others."""
-
-_SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class DoctorHost:
         cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
         shm_bytes: free bytes of /dev/shm, None when it does not exist.
         gpus: accelerators that the kernel's drivers show, whatever the frameworks see.
-        schedulers: job launchers on PATH that can start MPI processes in place of mpirun.
     """
 
     platform: str
@@ -73,7 +70,6 @@ class DoctorHost:
     cpu_quota: float | None = None
     shm_bytes: int | None = None
     gpus: tuple[str, ...] = ()
-    schedulers: tuple[str, ...] = ()
 
     @property
     def usable_cores(self) -> int:
@@ -83,14 +79,13 @@ class DoctorHost:
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change a training, by name; HOROVOD_HOSTNAME, a host's name, is left out."""
+    """The variables that change a training, by name, with secrets masked; HOROVOD_HOSTNAME is left out."""
     names = sorted(name for name in environ if name.startswith(_RELEVANT) and name != "HOROVOD_HOSTNAME")
     return {name: masked.variable(name, environ[name]) for name in names}
 
 
-def look(environ: Mapping[str, str]) -> DoctorHost:
+def look() -> DoctorHost:
     """The machine as this process sees it."""
-    path = environ.get("PATH")
     shared = Path("/dev/shm")  # noqa: S108
     return DoctorHost(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -99,7 +94,6 @@ def look(environ: Mapping[str, str]) -> DoctorHost:
         cpu_quota=cpu_quota(text_if_there(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
         shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         gpus=gpus(Path("/")),
-        schedulers=tuple(name for name in _SCHEDULERS if shutil.which(name, path=path)),
     )
 
 
@@ -160,16 +154,3 @@ def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tu
     return tuple(
         MpiLauncher(path, *identify_mpi(version(Path(path), environ).text), first) for path, first in found.items()
     )
-
-
-def timeline_problem(environ: Mapping[str, str]) -> str | None:
-    """Why Horovod cannot write the file HOROVOD_TIMELINE, None when it can or is not asked to."""
-    value = environ.get("HOROVOD_TIMELINE", "")
-    if value in ("", "DYNAMIC"):
-        return None
-    directory = Path(value).absolute().parent
-    if not directory.is_dir():
-        return f"there is no directory {directory}"
-    if Path(value).is_dir():
-        return "it is a directory"
-    return None if os.access(directory, os.W_OK) else f"{directory} is not writable"

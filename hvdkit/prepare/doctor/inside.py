@@ -1,6 +1,6 @@
 """Runs in a child process: imports one thing after the other and writes down what happened.
 
-``python -P inside.py FD SECONDS STAGE...`` writes one JSON object per line to the file descriptor FD:
+``python -P inside.py FD SECONDS DISTRIBUTIONS STAGE...`` writes one JSON object per line to the file descriptor FD:
 ``{"begin": stage}``, then ``{"stage": stage, "value": ...}`` or ``{"stage": stage, "failure": ...}``. When an import
 kills the process, the last ``begin`` without an end says which one it was. Standard output and stderr belong to what
 is imported.
@@ -31,20 +31,10 @@ from typing import Any
 EXTENSION_FILES = {"torch": "mpi_lib_v2", "tensorflow": "mpi_lib"}
 """Framework -> stem of its extension's file below ``horovod/<framework>/`` (horovod/common/util.py, 0.28)."""
 
-DISTRIBUTIONS = {
-    "torch": ("torch", "torch-nightly"),
-    "tensorflow": (
-        "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-cpu-aws", "tensorflow-intel",
-        "intel-tensorflow", "tf-nightly", "tf-nightly-cpu",
-    ),
-    "keras": ("keras", "keras-nightly"),
-    "jax": ("jax",),
-    "mpi4py": ("mpi4py",),
-    "horovod": ("horovod",),
-}  # fmt: skip
-"""Import name -> names under which its package is distributed."""
+DISTRIBUTIONS: dict[str, list[str]] = {}
+"""Import name -> names under which its package is distributed; the caller gives them."""
 
-_FEATURES = {"MPI": "mpi", "Gloo": "gloo", "NCCL": "nccl", "CUDA": "cuda", "ROCm": "rocm", "CCL": "ccl", "DDL": "ddl"}
+_FEATURES = {"MPI": "mpi", "Gloo": "gloo", "NCCL": "nccl"}
 MAX_DETAIL = 2000
 _MPI_MAX_LIBRARY_VERSION_STRING = 8192  # MPICH's; Open MPI's is 256
 _MPI_BINDINGS = re.compile(r"cxx|mpifh|usempi|fort|java")  # libraries for other languages, on top of the C library
@@ -56,7 +46,6 @@ def inventory() -> dict[str, Any]:
     horovod = packages["horovod"]["location"]
     return {
         "python": sys.version.split()[0],
-        "python_tag": f"cp{sys.version_info.major}{sys.version_info.minor}",
         "prefix": sys.prefix,
         "packages": packages,
         "extensions": _extension_files(Path(horovod)) if horovod else {},
@@ -84,14 +73,10 @@ def _distribution(name: str) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _extension_files(root: Path) -> dict[str, Any]:
+def _extension_files(root: Path) -> dict[str, str | None]:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    extensions = {}
-    for framework, stem in EXTENSION_FILES.items():
-        mine = root / framework / (stem + suffix)
-        others = sorted(str(path) for path in (root / framework).glob(f"{stem}*.so") if path != mine)
-        extensions[framework] = {"file": str(mine) if mine.is_file() else None, "other_files": others}
-    return extensions
+    files = {framework: root / framework / (stem + suffix) for framework, stem in EXTENSION_FILES.items()}
+    return {framework: str(file) if file.is_file() else None for framework, file in files.items()}
 
 
 def imported(name: str) -> dict[str, Any]:
@@ -175,7 +160,6 @@ def _loaded_mpi() -> dict[str, str] | None:
 STAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "inventory": (inventory, ""),
     "horovod": (partial(imported, "horovod"), ""),
-    "jax": (partial(imported, "jax"), ""),
     "mpi4py": (mpi4py, ""),
     "torch": (partial(imported, "torch"), ""),
     "torch.devices": (torch_devices, "torch"),
@@ -187,13 +171,6 @@ STAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "keras": (keras, "tensorflow"),
 }
 """By stage what it does, and the stage whose failure leaves nothing to find out, "" for none."""
-
-
-def is_possible(stage: str, failed: set[str]) -> bool:
-    """Whether a stage can find out something; one that cannot joins those that failed."""
-    if STAGES[stage][1] in failed:
-        failed.add(stage)
-    return stage not in failed
 
 
 def described(error: BaseException) -> dict[str, str]:
@@ -220,11 +197,13 @@ def main(descriptor: int, stages: list[str]) -> None:
         os.write(descriptor, (json.dumps(line) + "\n").encode())
 
     for stage in stages:
-        if not is_possible(stage, failed):
+        function, needs = STAGES[stage]
+        if needs in failed:
+            failed.add(stage)
             continue
         write({"begin": stage})
         try:
-            value = STAGES[stage][0]()
+            value = function()
         except BaseException as error:
             # Whatever an import throws, sys.exit() included, is what this file is here to find out.
             failed.add(stage)
@@ -236,5 +215,6 @@ def main(descriptor: int, stages: list[str]) -> None:
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash that is only looked for leaves no core file
     signal.alarm(int(sys.argv[2]))  # ends a hanging import should the doctor itself be killed
-    main(int(sys.argv[1]), sys.argv[3:])
+    DISTRIBUTIONS.update(json.loads(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[4:])
     os._exit(0)  # all is written; a library that crashes or hangs on its way out has nothing to add

@@ -1,8 +1,8 @@
 """``hvdkit doctor --job``: every rank of a job starts as a training does and says what it sees; rank 0 compares.
 
 That is ``hk.init``, ``hk.pin_device`` and one allreduce on that device: that a rank cannot train is what these say.
-Their reports meet over Horovod where it connects the ranks, else over mpi4py; where neither does, each process has its
-own alone. For ``hvdkit launch --preflight``, which outlives the ranks, they are files in a directory, one a rank.
+Their reports meet over Horovod; where it does not connect the ranks, each process has its own alone. For
+``hvdkit launch --preflight``, which outlives the ranks, they are files in a directory, one a rank.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import platform
 import shutil
 import socket
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +28,7 @@ from hvdkit.common.table import Page, Table, console
 from hvdkit.common.units import count_text
 from hvdkit.errors import LauncherError
 from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
-from hvdkit.prepare.doctor.inside import DISTRIBUTIONS
+from hvdkit.prepare.install.facts import DISTRIBUTIONS
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
 from hvdkit.steps.device import cpu_threads_here, device_index, threads_asked
@@ -38,10 +36,6 @@ from hvdkit.steps.mpi_library import loaded_mpi
 from hvdkit.steps.ranks import name_ranks
 
 PACKAGES: tuple[str, ...] = ("hvdkit", *(name for names in DISTRIBUTIONS.values() for name in names), "numpy")
-ENOUGH_DISK = 2**30
-"""Bytes below which a checkpoint may not fit."""
-CLOCK_SKEW_S = 1.0
-"""Seconds beyond which logs and timelines of two hosts cannot be read side by side."""
 _NVIDIA_SECONDS = 20
 _CPU = "cpu"
 
@@ -71,7 +65,7 @@ class RankReport:
         host: name of its host.
         pid: its process.
         launcher: what started it, "none" without a launcher.
-        launched, horovod, mpi: its place by the launcher's environment, by Horovod and by mpi4py.
+        launched, horovod: its place by the launcher's environment and by Horovod.
         problem: why ``hk.init``, ``hk.pin_device`` or the allreduce fails here; "" where they work.
         local_rank: its rank among those of its host, by the launcher or Horovod; None where neither says.
         library: what Horovod communicates through.
@@ -81,8 +75,6 @@ class RankReport:
         threads: compute threads that it would use.
         gpus: identities of the GPUs that CUDA shows it, in their order.
         versions: of Python and the packages that it would import.
-        free_bytes: by directory, the space left for it.
-        clock: seconds since 1970, taken when all ranks had met.
     """
 
     host: str
@@ -90,7 +82,6 @@ class RankReport:
     launcher: str
     launched: Place
     horovod: Place = Place()
-    mpi: Place = Place()
     problem: str = ""
     local_rank: int | None = None
     library: str = ""
@@ -100,8 +91,6 @@ class RankReport:
     threads: int = 1
     gpus: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    free_bytes: Mapping[str, int] = field(default_factory=dict)
-    clock: float = 0.0
 
     also: ClassVar[tuple[str, ...]] = ("rank",)
     """Properties that JSON has, too."""
@@ -131,6 +120,7 @@ class JobReport(Document, frozen=True):
     """
 
     kind = "doctor-job"
+    schema = 2
     written_by = "hvdkit doctor --job --json"
 
     ok: bool
@@ -191,7 +181,6 @@ def page(reports: Reports, findings: Sequence[Found]) -> Page:
         "host": lambda report: report.host,
         "launcher": lambda report: report.launched,
         "Horovod": lambda report: report.horovod,
-        "MPI": lambda report: report.mpi,
         "device": lambda report: report.device or None,
         "cores": lambda report: len(report.cores),
         "threads": lambda report: report.threads,
@@ -202,7 +191,7 @@ def page(reports: Reports, findings: Sequence[Found]) -> Page:
     return Page(
         [
             "; ".join(ways),
-            Table("", list(columns), rows, left=list(columns)[1:6]),
+            Table("", list(columns), rows, left=list(columns)[1:5]),
             *paragraphs(findings, WIDEST)[1:],
             *([""] if findings else []),
             f"{verdict}: {len(reports)} of {size} ranks, {count_text(len(findings), 'finding')}.",
@@ -241,7 +230,6 @@ def look(environ: Mapping[str, str]) -> RankReport:
         threads=threads_asked(environ) or cpu_threads_here((found.local_size if found else None) or 1),
         gpus=_gpus(environ),
         versions={"Python": platform.python_version(), "executable": sys.executable, **installed},
-        free_bytes={path: shutil.disk_usage(path).free for path in (str(Path.cwd()), tempfile.gettempdir())},
     )
 
 
@@ -274,13 +262,9 @@ def visible(listed: list[str], chosen: str | None) -> tuple[str, ...]:
 
 def meet(own: RankReport) -> list[RankReport]:
     """Start as a training does; the reports of all ranks that this one can reach then, by rank."""
-    own, over_horovod = _started(own)
-    own, over_mpi = _with_mpi(own)
-    for gather, place in ((over_horovod, own.horovod), (over_mpi, own.mpi)):
-        if gather is not None and (place.size == own.size or (place.size or 1) > 1):
-            gather("")  # the ranks meet here, so that their clocks are read at the same time
-            return _by_rank(gather(_text(replace(own, clock=time.time()))))
-    return [replace(own, clock=time.time())]
+    own, gather = _started(own)
+    together = own.horovod.size == own.size or (own.horovod.size or 1) > 1
+    return [own] if gather is None or not together else _by_rank(gather(_text(own)))
 
 
 def write(directory: Path, own: RankReport) -> None:
@@ -359,17 +343,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _with_mpi(own: RankReport) -> tuple[RankReport, Gather | None]:
-    if own.library == "Gloo":
-        return replace(own, mpi=Place(error="not asked: the job runs over Gloo")), None
-    try:
-        mpi: Any = importlib.import_module("mpi4py.MPI")
-    except Exception as error:  # a missing package, or a library that does not load
-        return replace(own, mpi=Place(error=_first_line(error))), None
-    comm = mpi.COMM_WORLD
-    return replace(own, mpi=Place(comm.Get_rank(), comm.Get_size())), comm.allgather
-
-
 # The table ------------------------------------------------------------------------------------------------------------
 
 CHECKS: Checks[Reports] = Checks()
@@ -443,20 +416,6 @@ def _shared_gpu(reports: Reports) -> Words:
 
 
 @CHECKS.row(
-    "mpi4py",
-    "warning",
-    "mpi4py sees rank {one.mpi}, Horovod rank {one.horovod} ({ranks}).",
-    "They use two MPI libraries; what a script does with mpi4py does not reach the other ranks.",
-    "Build mpi4py with the MPI of Horovod: `pip install --force-reinstall --no-binary mpi4py mpi4py`.",
-)
-def _other_mpi(reports: Reports) -> Words:
-    both = [report for report in reports if report.mpi.size is not None and report.horovod.size is not None]
-    apart = [report for report in both if report.mpi != report.horovod]
-    if apart:
-        yield {"one": apart[0], "ranks": _ranks(apart)}
-
-
-@CHECKS.row(
     "versions",
     "warning",
     "{name} is not the same on all ranks: {shown}.",
@@ -489,34 +448,3 @@ def _few_cores(reports: Reports) -> Words:
             share = max(1, cores // len(here))
             counted = {"ranks": count_text(len(here), "rank"), "threads": count_text(threads, "thread")}
             yield {**counted, "host": host, "cores": count_text(cores, "core"), "share": share}
-
-
-@CHECKS.row(
-    "disk",
-    "warning",
-    "{directory} on {host} has {mebibytes:.0f} MiB left.",
-    "Checkpoints, logs and shared memory files may not fit.",
-    "Free some space, or work in another directory.",
-)
-def _disk(reports: Reports) -> Words:
-    least: dict[tuple[str, str], int] = {}
-    for report in reports:
-        for directory, free in report.free_bytes.items():
-            place = report.host, directory
-            least[place] = min(free, least.get(place, free))
-    for (host, directory), free in least.items():
-        if free < ENOUGH_DISK:
-            yield {"host": host, "directory": directory, "mebibytes": free / 2**20}
-
-
-@CHECKS.row(
-    "clocks",
-    "warning",
-    "The clocks of {first} and {last} are {apart:.1f} s apart.",
-    "Times in logs, timelines and checkpoints of two hosts cannot be compared.",
-    "Have the hosts' clocks set (chrony, ntpd).",
-)
-def _clocks(reports: Reports) -> Words:
-    met = sorted((report for report in reports if report.clock), key=lambda report: report.clock)
-    if met and met[-1].clock - met[0].clock > CLOCK_SKEW_S:
-        yield {"first": met[0].host, "last": met[-1].host, "apart": met[-1].clock - met[0].clock}

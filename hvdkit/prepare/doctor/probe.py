@@ -19,10 +19,10 @@ from typing import IO, Any
 
 from hvdkit.common.programs import identify_mpi, signal_name
 from hvdkit.errors import HvdkitError, InstallError
-from hvdkit.prepare.doctor import host, inside, masked, two_ranks
+from hvdkit.prepare.doctor import host, inside, two_ranks
 from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package
 from hvdkit.prepare.doctor.host import MpiLibrary
-from hvdkit.prepare.install.facts import TITLES
+from hvdkit.prepare.install.facts import DISTRIBUTIONS, TITLES
 from hvdkit.prepare.install.record import BuildRecord, read_record
 from hvdkit.steps import launchers
 
@@ -48,11 +48,20 @@ class Child:
         self._results, self._errors = (
             os.fdopen(os.memfd_create(f"hvdkit-{name}"), "rb") for name in ("results", "stderr")
         )
+        self.stages = stages
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         descriptor = self._results.fileno()
         try:
             self._process = subprocess.Popen(
-                [python, "-P", inside.__file__, str(descriptor), str(int(seconds) + 10), *stages],
+                [
+                    python,
+                    "-P",
+                    inside.__file__,
+                    str(descriptor),
+                    str(int(seconds) + 10),
+                    json.dumps(DISTRIBUTIONS),
+                    *stages,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors.fileno(),
@@ -84,7 +93,7 @@ class Child:
         return lines, None if complete else self._end(status, errors)
 
     def _end(self, status: int | None, errors: str) -> Failure:
-        detail = _shareable(errors)[-inside.MAX_DETAIL :].strip()
+        detail = errors[-inside.MAX_DETAIL :].strip()
         told = [line.strip() for line in detail.splitlines() if re.search(r"\w", line)]
         last = f": {told[-1]}" if told else ""
         if status is None:
@@ -103,52 +112,30 @@ def plain(environ: Mapping[str, str]) -> dict[str, str]:
 def run(
     python: str, processes: Sequence[Sequence[str]], environ: Mapping[str, str], seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """What the stages of each process found, or their Failures; all processes run at the same time.
-
-    Where a stage kills its process, those behind it go on in a new one.
-    """
+    """What the stages of each process found, or their Failures; all processes run at the same time."""
     started: list[Child] = []
-
-    def start(stages: Sequence[str]) -> Child:
-        started.append(Child(python, stages, plain(environ), seconds))
-        return started[-1]
-
     try:
-        for stages, child in [(stages, start(stages)) for stages in processes]:
-            remaining, outcomes = stages, dict[str, Any]()
-            while True:
-                lines, end = child.wait()
-                outcomes.update({line["stage"]: _outcome(line) for line in lines if "stage" in line})
-                if end is None:
-                    break
+        for stages in processes:
+            started.append(Child(python, stages, plain(environ), seconds))
+        for child in started:
+            lines, end = child.wait()
+            outcomes = {
+                line["stage"]: Failure(**line["failure"]) if "failure" in line else line["value"]
+                for line in lines
+                if "stage" in line
+            }
+            if end is not None:
                 begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
-                fatal = begun[-1] if begun else remaining[0]
-                outcomes[fatal] = end
-                failed = {stage for stage, outcome in outcomes.items() if isinstance(outcome, Failure)}
-                later = remaining[remaining.index(fatal) + 1 :]
-                remaining = [stage for stage in later if inside.is_possible(stage, failed)]
-                if not remaining:
-                    break
-                child = start(remaining)
+                outcomes[(*begun, child.stages[0])[0]] = end
             yield outcomes
     finally:
         for child in started:
             child.kill()
 
 
-def _outcome(line: Mapping[str, Any]) -> Any:
-    if "failure" not in line:
-        return line["value"]
-    return Failure(**{name: _shareable(text) for name, text in line["failure"].items()})
-
-
 def _all_of(file: IO[bytes]) -> str:
     file.seek(0)  # the child has moved it
     return file.read().decode(errors="replace")
-
-
-def _shareable(text: str) -> str:
-    return masked.without_secrets(masked.without_host_name(text))
 
 
 def gather(
@@ -170,7 +157,7 @@ def gather(
     outcomes: dict[str, Any] = {}
     for found in run(python, plan(inventory), environ, seconds):
         outcomes |= found
-    record, record_error, metadata = _notes(inventory["packages"]["horovod"]["location"])
+    record, metadata = _notes(inventory["packages"]["horovod"]["location"])
     # Where the MPI of this environment is, on PATH or not; a record's directory can be relative to the prefix.
     prefix = Path(inventory["prefix"])
     own_mpis = [prefix / "bin", *([prefix / record.mpi.bin] if record and record.mpi else [])]
@@ -193,11 +180,10 @@ def gather(
             stage = f"{name}.devices"
             devices[name] = Devices(value(stage).get("build"), tuple(value(stage).get("gpus", ())), failure(stage))
         if packages["horovod"].present:
-            files, stage = inventory["extensions"][name], f"{name}.extension"
+            stage = f"{name}.extension"
             extensions[name] = Extension(
                 framework=name,
-                file=files["file"],
-                other_files=tuple(files["other_files"]),
+                file=inventory["extensions"][name],
                 loaded=bool(value(stage)),
                 failure=failure(stage),
                 built=tuple(value(stage).get("built", ())),
@@ -209,21 +195,18 @@ def gather(
         trained = {name: two_ranks.train(name, 2 * seconds, environ) for name in loaded}
     return DoctorFacts(
         python=inventory["python"],
-        python_tag=inventory["python_tag"],
         prefix=inventory["prefix"],
-        host=host.look(environ),
+        host=host.look(),
         packages=packages,
         tensorflow_keras=value("tensorflow.keras").get("version"),
         keras_backend=value("keras").get("backend"),
         devices=devices,
         extensions=extensions,
         record=record,
-        record_error=record_error,
         metadata=metadata,
         mpi4py_mpi=_mpi_library(value("mpi4py").get("mpi")),
         mpi_launchers=host.mpi_launchers(environ, own_mpis),
         environ=host.relevant(environ),
-        timeline_problem=host.timeline_problem(environ),
         trained=trained,
         seconds_allowed=seconds,
     )
@@ -234,32 +217,30 @@ def plan(inventory: Mapping[str, Any]) -> list[list[str]]:
     present = {name for name, package in inventory["packages"].items() if package["present"]}
     processes = []
     for name in ("tensorflow", "torch"):
-        stages = [name, f"{name}.devices"] if name in present else []
-        if {"tensorflow", "keras"} <= present and name == "tensorflow":
-            stages.append("tensorflow.keras")
-        if name in present and inventory["extensions"].get(name, {}).get("file") is not None:
+        stages = [name] if name in present else []
+        if name in present and inventory["extensions"].get(name) is not None:
             stages.append(f"{name}.extension")
         if name == "tensorflow" and "keras" in present:
-            stages.append("keras")  # last, for it imports TensorFlow too and is quick where that has been done
+            stages += ["keras", "tensorflow.keras"] if name in present else ["keras"]
+        if name in present:
+            stages.append(f"{name}.devices")  # last, since a crash in it leaves nothing else unknown
         processes.append(stages)
-    processes += [[name] for name in ("jax", "mpi4py", "horovod") if name in present]
+    processes += [[name] for name in ("mpi4py", "horovod") if name in present]
     return [stages for stages in processes if stages]
 
 
-def _notes(horovod: str | None) -> tuple[BuildRecord | None, str | None, dict[str, str]]:
-    """Of an installed Horovod: hvdkit's record, why it cannot be read, and Horovod's own note of framework versions."""
+def _notes(horovod: str | None) -> tuple[BuildRecord | None, dict[str, str]]:
+    """Of an installed Horovod hvdkit's record, and Horovod's own note of framework versions, where they can be read."""
     if horovod is None:
-        return None, None, {}
-    record, problem, content = None, None, None
-    try:
+        return None, {}
+    record, content = None, None
+    with suppress(InstallError):  # without one it counts as built by somebody else
         record = read_record(Path(horovod))
-    except InstallError as error:
-        problem = str(error)
     with suppress(OSError, ValueError):  # there is none, or not what Horovod writes
         content = json.loads((Path(horovod) / "metadata.json").read_text(encoding="utf-8"))
     noted = content if isinstance(content, dict) else {}
     versions = {name: noted.get(key) for key, name in _METADATA_NAMES.items()}
-    return record, problem, {name: version for name, version in versions.items() if isinstance(version, str)}
+    return record, {name: version for name, version in versions.items() if isinstance(version, str)}
 
 
 def _mpi_library(value: Mapping[str, str] | None) -> MpiLibrary | None:

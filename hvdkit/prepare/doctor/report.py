@@ -1,4 +1,4 @@
-"""Facts and findings as text for people and as JSON for programs; neither has the name of the machine."""
+"""Facts and findings as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hvdkit.common.units import count_text
 from hvdkit.prepare.doctor.facts import CONTROLLERS, PACKAGES, DoctorFacts, Package
 from hvdkit.prepare.doctor.finding import LEVELS, Found, has_errors, paragraphs
 from hvdkit.prepare.install.facts import TITLES
-
-_OTHER_OPERATIONS = ("NCCL", "CUDA", "ROCm", "CCL", "DDL")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Component:
 
 
 class DoctorReport(Document, frozen=True):
-    """What the doctor found; without the name of the machine.
+    """What the doctor found.
 
     Attributes:
         ok: there is no error.
@@ -43,7 +41,7 @@ class DoctorReport(Document, frozen=True):
 
     kind = "doctor"
     written_by = "hvdkit doctor --json"
-    schema = 2
+    schema = 3
 
     ok: bool
     components: dict[str, Component]
@@ -87,13 +85,12 @@ def page(facts: DoctorFacts, findings: Sequence[Found], width: int) -> Page:
 
 def components(facts: DoctorFacts) -> dict[str, Component]:
     """What a training is made of, by the name that users know it by."""
-    table = {PACKAGES[name]: _package(facts, facts.packages[name]) for name in (*TITLES, "keras", "jax")}
+    table = {PACKAGES[name]: _package(facts, facts.packages[name]) for name in (*TITLES, "keras")}
     table["Horovod"] = _horovod(facts)
     table |= {name: _controller(facts, name) for name in CONTROLLERS}
     if facts.loaded_extensions():
-        shown = [name for name in _OTHER_OPERATIONS if name == "NCCL" or facts.built_with(name)]
-        built_in, absent = Component("untested", None, "built in"), Component("not built")
-        table |= {name: built_in if facts.built_with(name) else absent for name in shown}
+        nccl = facts.built_with("NCCL")
+        table["NCCL"] = Component("untested", None, "built in") if nccl else Component("not built")
     mpi4py = facts.packages["mpi4py"]
     if not mpi4py.present:
         table["mpi4py"] = Component("missing")
@@ -102,8 +99,7 @@ def components(facts: DoctorFacts) -> dict[str, Component]:
     else:
         table["mpi4py"] = Component("working", mpi4py.version, f"on {facts.mpi4py_mpi}" if facts.mpi4py_mpi else "")
     if not facts.mpi_launchers:
-        others = ", ".join(facts.host.schedulers)
-        table["mpirun"] = Component("missing", None, others and f"launchers here: {others}")
+        table["mpirun"] = Component("missing")
     else:
         first = facts.mpi_launchers[0]
         where = first.path + ("" if first.first_on_path else " (not on PATH)")
@@ -136,6 +132,8 @@ def _horovod(facts: DoctorFacts) -> Component:
         return Component("missing")
     built = {name: extension for name, extension in facts.extensions.items() if extension.file}
     detail = f"built for {' and '.join(TITLES[name] for name in built)}" if built else "built for no framework"
+    if facts.record is None:
+        detail += ", not by 'hvdkit install'"
     unloaded = any(facts.packages[name].works and not extension.loaded for name, extension in built.items())
     untrained = any(facts.launch_problem(name) for name in built)
     status = "working" if facts.trained else "untested"

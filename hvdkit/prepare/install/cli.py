@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -108,7 +107,8 @@ def install(
 def _reporting() -> Iterator[InstallProgress]:
     """Say how far it is, and what has ended it."""
     progress = InstallProgress(sys.stderr)
-    with handled((signal.SIGTERM, signal.SIGHUP), _end):
+    # A signal that ends a process runs through its clean-up, as Ctrl-C does.
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda number, _: sys.exit(128 + number)):
         try:
             yield progress
         except KeyboardInterrupt:
@@ -272,8 +272,3 @@ def _contents(plan: BuildPlan) -> list[tuple[str, str]]:
 
 def _table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<12} {value}" for name, value in rows)
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    """Let a signal that ends a process run through its clean-up, as Ctrl-C does."""
-    sys.exit(128 + number)

@@ -124,8 +124,12 @@ def restored_on_failure(python: PythonFacts) -> Iterator[None]:
         except BaseException:
             with handled((signal.SIGINT,), signal.SIG_IGN):  # a second Ctrl-C must not stop the undoing half-way
                 for entry in _entries(python):
-                    if entry not in before or _HOROVODS.match(entry.name):
-                        _delete(entry)
+                    if entry in before and not _HOROVODS.match(entry.name):
+                        continue
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
                 for entry, copy in copies.items():
                     if copy.exists():
                         _copy(copy, entry)
@@ -147,13 +151,6 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target, symlinks=True)
     else:
         shutil.copy2(source, target)
-
-
-def _delete(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
 
 
 def _is_whole(horovod: Path, package: str) -> bool:

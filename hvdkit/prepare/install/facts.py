@@ -30,6 +30,18 @@ RUNTIME_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycpar
 PYTHON_VERSIONS = ((3, 11), (3, 12), (3, 13))
 """Versions of Python that Horovod is built for here."""
 
+DISTRIBUTIONS = {
+    "torch": ("torch", "torch-nightly"),
+    "tensorflow": (
+        "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-cpu-aws", "tensorflow-intel",
+        "intel-tensorflow", "tf-nightly", "tf-nightly-cpu",
+    ),
+    "keras": ("keras", "keras-nightly"),
+    "mpi4py": ("mpi4py",),
+    "horovod": ("horovod",),
+}  # fmt: skip
+"""Import name -> names under which its package is distributed."""
+
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 """Frameworks that Horovod is built for here, by the name of their package."""
 

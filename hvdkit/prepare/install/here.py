@@ -26,8 +26,8 @@ from typing import Any
 from hvdkit.common.files import text_if_there
 from hvdkit.common.programs import ask, identify_mpi
 from hvdkit.errors import InstallError
-from hvdkit.prepare.doctor.inside import DISTRIBUTIONS
 from hvdkit.prepare.install.facts import (
+    DISTRIBUTIONS,
     BuildFacts,
     CompilerFacts,
     CudaFacts,
@@ -90,7 +90,12 @@ def gather_facts(gpu: bool) -> BuildFacts:
     cache = cache_directory()
     return BuildFacts(
         python=python,
-        system=_system(),
+        system=SystemFacts(
+            os=sys.platform,
+            machine=platform.machine(),
+            libc=" ".join(platform.libc_ver()).strip(),
+            arch_flags=arch_flags(text_if_there(Path("/proc/cpuinfo"))),
+        ),
         frameworks=find_frameworks(),
         mpi=mpi,
         mpi_passed_over=passed_over,
@@ -145,15 +150,6 @@ def _python() -> PythonFacts:
         pip=importlib.util.find_spec("pip") is not None,
         writable=os.access(site_packages, os.W_OK),
         externally_managed=sys.prefix == sys.base_prefix and (Path(paths["stdlib"]) / "EXTERNALLY-MANAGED").is_file(),
-    )
-
-
-def _system() -> SystemFacts:
-    return SystemFacts(
-        os=sys.platform,
-        machine=platform.machine(),
-        libc=" ".join(platform.libc_ver()).strip(),
-        arch_flags=arch_flags(text_if_there(Path("/proc/cpuinfo"))),
     )
 
 
@@ -285,17 +281,14 @@ def compiler_command(environ: Mapping[str, str], variable: str, names: tuple[str
     The variable may hold arguments too, as in ``CXX="ccache g++"``.
     """
     path = environ.get("PATH", "")
-    wanted = _words(environ.get(variable, ""))
+    text = environ.get(variable, "")
+    try:
+        wanted = shlex.split(text)
+    except ValueError:
+        wanted = [text]
     candidates = [wanted] if wanted else [[name] for name in names]
     found = ((shutil.which(words[0], path=path), words[1:]) for words in candidates)
     return next(((str(Path(program).absolute()), *more) for program, more in found if program), None)
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return [text]
 
 
 def arch_flags(cpuinfo: str) -> tuple[str, ...]:

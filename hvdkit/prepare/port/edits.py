@@ -63,10 +63,10 @@ class ScriptText:
         """The statements among which one stands."""
         return self._blocks.get(statement, [])
 
-    def piece(self, node: _Placed, level: int = 0) -> Piece:
+    def piece(self, node: _Placed) -> Piece:
         """Where a node is."""
         end = self.starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        return Piece(self.starts[node.lineno - 1] + node.col_offset, end, level)
+        return Piece(self.starts[node.lineno - 1] + node.col_offset, end)
 
     def lines(self, first: int, after: int) -> str:
         """The text of lines that are counted from 1, up to one."""
@@ -319,7 +319,8 @@ class Edits:
                 return "".join([*kept, head, tail, last])
             if "unwrap" in how:
                 inside: ast.stmt = getattr(statement, "body", [statement])[0]
-                middle = _reindented(middle, _outward(inside.col_offset - statement.col_offset))
+                width = inside.col_offset - statement.col_offset  # further to the left, as far as a line can go
+                middle = _reindented(middle, lambda line: line[min(width, len(line) - len(line.lstrip(" \t"))) :])
             elif "swap" in how:
                 end = self.text.piece(statement).end
                 rest = text.data[end : [*text.starts, len(text.data)][statement.end_lineno or 0]].decode()
@@ -327,7 +328,8 @@ class Edits:
                 new = lines(*how["swap"][-1:])
                 middle = new.removesuffix(text.newline) + rest if simple else new
             elif "guard" in how:
-                inner = _reindented(middle, _inward(indent, text.unit))
+                # By tabs or blanks in front of those that a line shares with its block, or behind them.
+                inner = _reindented(middle, lambda line: re.sub(f"^({indent})?", rf"\g<0>{text.unit}", line))
                 middle = f"{indent}if {how['guard'][0]}:{text.newline}{inner}"
             if tail and not middle.endswith(("\n", "\r")):  # the last line of the script
                 return f"{head}{lead}{middle}{text.newline}{tail}".removesuffix(text.newline)
@@ -351,18 +353,8 @@ def _lines(code: str) -> list[str]:
     return [one for one in re.split(r"(?<=\n)|(?<=\r)(?!\n)", code) if one]
 
 
-def _inward(indent: str, unit: str) -> Change:
-    """A line further to the right, by tabs or blanks in front of it or behind those that it shares with its block."""
-    return lambda line: re.sub(f"^({indent})?", rf"\g<0>{unit}", line) if line.strip() else line
-
-
-def _outward(width: int) -> Change:
-    """A line further to the left, as far as it can go."""
-    return lambda line: line[min(width, len(line) - len(line.lstrip(" \t"))) :] if line.strip() else line
-
-
 def _reindented(code: str, make: Change) -> str:
-    """Lines of code under another indentation; those that begin within a text stay."""
+    """Lines of code under another indentation; empty ones, and those that begin within a text, stay."""
     inside: set[int] = set()
     begun: list[int] = []
     for token in tokenize.generate_tokens(io.StringIO("if 1:\n" + re.sub(r"\r\n?", "\n", code)).readline):
@@ -371,7 +363,8 @@ def _reindented(code: str, make: Change) -> str:
             begun.append(token.start[0])
         elif kind in ("STRING", "FSTRING_END"):
             inside |= set(range((begun.pop() if kind == "FSTRING_END" else token.start[0]) + 1, token.end[0] + 1))
-    return "".join(one if at in inside else make(one) for at, one in enumerate(_lines(code), 2))
+    lines = enumerate(_lines(code), 2)
+    return "".join(make(one) if one.strip() and at not in inside else one for at, one in lines)
 
 
 def _start(statement: ast.stmt) -> int:

@@ -329,16 +329,11 @@ def _compile(plan: PortPlan, event: Event) -> None:
     if name is None:
         raise Unsure(given, f"{given.value!r} is no optimizer that is known", f"{plan.hk}.distribute(optimizer)")
     rate = f"{plan.hk}.scale_lr({_KERAS_RATES[name]}, {plan.use_world(call)})"
-    plan.change(given, to(f"{plan.hk}.distribute({_keras(plan)}.optimizers.{name}({rate}))"))
-
-
-def _keras(plan: PortPlan) -> str:
-    """How the script names Keras."""
-    if known := plan.called("keras"):
-        return known
-    name = plan.free("keras", "keras_3")
-    plan.import_("import keras" if name == "keras" else f"import keras as {name}")
-    return name
+    keras = plan.called("keras")
+    if not keras:
+        keras = plan.free("keras", "keras_3")
+        plan.import_("import keras" if keras == "keras" else f"import keras as {keras}")
+    plan.change(given, to(f"{plan.hk}.distribute({keras}.optimizers.{name}({rate}))"))
 
 
 def _tapes(plan: PortPlan) -> None:

@@ -313,8 +313,11 @@ class _Runs:
             "PYTHONPATH": os.pathsep.join([str(_STACKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         if not ranks and self.scripts.asks_ddp:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                            "MASTER_PORT": str(_free_port())}  # fmt: skip
+                            "MASTER_PORT": str(port)}  # fmt: skip
         python = [sys.executable, "-P", "-m"]
         launch = [*python, "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--"] if ranks else []
         command = [*python, "hvdkit.prepare.trial.as_script", str(source), script, *self.arguments]
@@ -330,9 +333,3 @@ class _Runs:
             last = [one for one in output.decode(errors="replace").splitlines() if one.strip()][-_LAST_LINES:]
             raise _Failed("\n".join([f"Failed: {what} {ended}.", *(f"  | {one}" for one in last)]))
         return [trial.read(self.directory / name, rank) for rank in range(max(1, ranks))]
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

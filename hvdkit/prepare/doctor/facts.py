@@ -106,7 +106,7 @@ class DoctorFacts:
     """Everything that the checks look at.
 
     Attributes:
-        python: "3.11.7".
+        python: its version, such as "3.11.7".
         prefix: the environment's directory.
         host: the machine.
         packages: import name -> package, for every name of PACKAGES.

@@ -1,8 +1,9 @@
-"""A rank that ends early must not leave the others waiting for it; the inside of ``hvdkit.arrays.init``.
+"""No rank may be left waiting for one that ends early, or waits elsewhere; the inside of ``hvdkit.arrays.init``.
 
 Under MPI a process that ends while others wait in a collective waits itself, in MPI_Finalize, and the job hangs. So a
 rank that ends tells those that do not end with it, and a rank that hears this while it waits in hvdkit ends the job.
-One that hears it and does something else, such as a last evaluation, goes on.
+One that hears it and does something else, such as a last evaluation, goes on. ``StepCounts`` sees ranks that have
+reduced a different number of times and wait for one another.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, TypeVar
 
+from hvdkit.steps import passes
+from hvdkit.steps.allreduce_counts import AllreduceCounts
+from hvdkit.steps.collectives import background_allgather
+
 _TOGETHER_S = 1.0  # ranks that end within this time end together
 _LOOK_S = 0.5
 _WAIT = ("Allreduce", "Barrier", "Bcast", "Dup", "Split_type", "allgather", "bcast")
 _waits: dict[int, int] = {}  # thread that waits for other ranks: the number of this wait, which no other has
 _numbers = count()
+apart: list[Any] = []
+"""Communicators of some ranks only, which may rightly reduce less often than others."""
 
 Result = TypeVar("Result")
 
@@ -50,6 +57,35 @@ class Marked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
+
+
+class StepCounts(AllreduceCounts):
+    """How often each rank has reduced, and which of them wait; made and begun on every rank, a collective.
+
+    Args:
+        comm: all ranks; the messages travel apart from others.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self._comm = comm.Dup()
+        self._main = threading.main_thread().ident
+        self.in_graphs(lambda: (passes.told(), passes.told()))
+        self.start(comm.Get_rank(), lambda row, _: background_allgather(self._comm, row))
+        atexit.register(self.leave)
+
+    def waits(self) -> bool:
+        return self._main in _waits
+
+    def all_meet(self) -> bool:
+        return not apart
+
+    def end(self, sentence: str) -> None:
+        """Ends the job, which no error in a waiting rank can do."""
+        sys.stderr.write(f"hvdkit: {sentence}\n")
+        sys.stderr.flush()
+        time.sleep(_LOOK_S)
+        self._comm.Abort(1)
 
 
 class ExitWatchdog:

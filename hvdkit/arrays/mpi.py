@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdkit.arrays.exit_watchdog import ExitWatchdog, Marked
+from hvdkit.arrays.exit_watchdog import ExitWatchdog, Marked, StepCounts, apart
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, starting
 from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
@@ -45,6 +45,8 @@ def start(environ: Mapping[str, str]) -> Topology:
         if world.size > 1:
             end_the_job_with_the_process(_started[0])
             ExitWatchdog(_started[0], threads_may_call())
+            if threads_may_call():
+                StepCounts(_started[0])  # its thread ends before the watchdog tells the others of this rank's end
     return world
 
 
@@ -88,6 +90,7 @@ def duplicate(comm: Any) -> Any:
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         given = "MPI.COMM_NULL" if comm == mpi.COMM_NULL else type(comm).__name__
         raise InvalidArgumentError(f"comm must be an mpi4py communicator that this rank is in, got {given}.")
+    apart.append(comm)
     return Marked(comm.Dup())
 
 

@@ -56,6 +56,8 @@ class AllreduceCounts:
 
     def __init__(self) -> None:
         self._made, self._averaging, self._in_first_thread = 0, 0, True
+        self._horovod: Any = None
+        self._libraries: tuple[str, ...] = ()
         self._in_graphs: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._thread: threading.Thread | None = None
 
@@ -71,13 +73,17 @@ class AllreduceCounts:
         elsewhere = is_elastic() or os.environ.get("HOROVOD_TIMELINE")
         if horovod.size() < 2 or elsewhere or self._is_watching():
             return
-        self._rank, self._made, self._rows, self._leaves = horovod.rank(), 0, list[_Row](), False
-        self._horovod, self._gather, self._process = horovod, gather, os.getpid()
-        self._library = str(Path(sys.modules["horovod"].__path__[0]))
+        self._horovod = horovod
+        self._libraries = (str(Path(sys.modules["horovod"].__path__[0])),)
         if not hasattr(horovod.join, "hvdkit_plain"):
             horovod.join = self._leaving_before(horovod.join)
             atexit.register(self.leave)  # before Horovod's own, which ends it for all ranks
-        self._told = threading.Event()
+        self.start(horovod.rank(), gather)
+
+    def start(self, rank: int, gather: Callable[[Words, str], Words]) -> None:
+        """Watch from now on, as this rank; for ``gather`` see ``begin``."""
+        self._rank, self._made, self._leaves = rank, 0, False
+        self._gather, self._process, self._told = gather, os.getpid(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdkit allreduce counts", daemon=True)
         self._thread.start()
 
@@ -131,16 +137,16 @@ class AllreduceCounts:
                 before = table
                 if any(row.state == _LEAVES for row in rows):
                     self._explain(rows)
-                    if self._leaves and not all(row.state == _LEAVES for row in rows):
+                    if self._horovod and self._leaves and not all(row.state == _LEAVES for row in rows):
                         time.sleep(_PERIOD_S)  # until the others know it, too: this one's end is Horovod's
                     return
                 waiting = all(row.state in (_WAITS, _AVERAGES) for row in rows)
                 apart = len({row.made for row in rows}) > 1 and quiet >= _QUIET
                 elsewhere = len({row.place for row in rows}) > 1 and quiet >= _LONG_QUIET
-                if waiting and (apart or elsewhere) and self._has_one_process_set():
+                if waiting and (apart or elsewhere) and self.all_meet():
                     self._explain(rows)
                     time.sleep(_PERIOD_S)  # until the others know it, too: a rank that waits fails at once
-                    getattr(self._horovod.shutdown, "hvdkit_plain", self._horovod.shutdown)()
+                    self.end(_sentence(rows))
                     return
         except Exception:  # Horovod has ended, and who waits for it gets an error, too
             return
@@ -151,11 +157,11 @@ class AllreduceCounts:
         made = self._made + begun
         if self._leaves:
             return np.array([made, _LEAVES, *words_of("", _PLACE_WORDS)])
-        state = _AVERAGES if self._averaging or begun > ended else _RUNS
+        state = _AVERAGES if self._averaging or begun > ended else _WAITS if self.waits() else _RUNS
         place, frame = "", sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None and not place:
             file = frame.f_code.co_filename
-            if file.startswith(self._library):
+            if file.startswith(self._libraries):
                 state = max(state, _WAITS)
             elif file == threading.__file__ and frame.f_code.co_name == "_shutdown" and self._in_first_thread:
                 state, place = max(state, _WAITS), "threading, its program has ended and a thread of it has not"
@@ -164,11 +170,19 @@ class AllreduceCounts:
             frame = frame.f_back
         return np.array([made, state, *words_of(place if state else "", _PLACE_WORDS)])
 
-    def _has_one_process_set(self) -> bool:
+    def waits(self) -> bool:
+        """Whether the first thread waits for other ranks, where its frames do not show that."""
+        return False
+
+    def all_meet(self) -> bool:
         """Ranks of several process sets may rightly differ, and wait in collectives that others have no part in."""
         from horovod.common import process_sets
 
         return len(process_sets._basics._get_process_set_ids_and_ranks()) == 1
+
+    def end(self, sentence: str) -> None:  # noqa: ARG002 - the error of the call that fails now has it
+        """End what the ranks wait in."""
+        getattr(self._horovod.shutdown, "hvdkit_plain", self._horovod.shutdown)()
 
     def _explain(self, rows: list[_Row]) -> None:
         """Have an error that ends this process, and that is of Horovod's end, say why that ended."""

@@ -246,6 +246,15 @@ class OverMpi(Collectives):
         return self._in_order().bcast(value, root=0)
 
 
+def background_allgather(comm: Any, words: Words) -> Words:
+    """Every rank's words, int64 (size, n), in a second thread, over a communicator that nothing else uses."""
+    everyone = np.empty((comm.Get_size(), len(words)), dtype=np.int64)
+    request = comm.Iallgather(words, everyone)
+    while not request.Test():  # waiting in MPI would take a core
+        time.sleep(BACKGROUND_POLL_S)
+    return everyone
+
+
 def end_the_job_with_the_process(comm: Any) -> None:
     """Without this, a rank that raises leaves the others waiting in their next MPI call forever."""
     report, process = sys.excepthook, os.getpid()

@@ -44,6 +44,11 @@ def stepped(*_: Any) -> None:
     _steps["told"] = _steps.get("told", 0) + 1
 
 
+def told() -> int:
+    """How often ``stepped`` was called."""
+    return _steps.get("told", 0)
+
+
 def stepped_behind() -> None:
     """An optimizer has stepped, some time after the program began that step."""
     if not _fits:

@@ -544,6 +544,27 @@ def test_a_rank_that_ends_early_ends_the_job(run_ranks, how, told, values):
     assert told in stderr
 
 
+def skips_a_step():
+    """Rank 1 leaves one reduction out; then each rank waits in a call that the other has not made."""
+    import hvdkit.arrays as hk
+
+    world = hk.init()
+    reduce = hk.distribute(np.zeros(2))
+    for step in range(3):
+        if world.rank != 1 or step != 1:
+            reduce(np.ones(2))
+    hk.average_metrics({"loss": 1.0}, world)
+
+
+@pytest.mark.parallel
+@needs("mpi4py")
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_rank_that_is_one_step_short_ends_the_job(run_ranks, n):
+    (stderr,) = run_ranks(skips_a_step, n, fails=True)
+    others = "rank 0" if n == 2 else "ranks 0, 2"
+    assert f"hvdkit: rank 1 made one allreduce of gradients fewer than {others}, 2 and not 3" in stderr
+
+
 def ends_later(file):
     """Rank 0 does something alone for longer than the ranks' ends may lie apart, in no call of hvdkit: no error."""
     import hvdkit.arrays as hk

@@ -18,7 +18,7 @@ from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
 from hvdkit.steps import agreement, passes, starting, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
-from hvdkit.steps.collectives import BACKGROUND_POLL_S, OverMpi, Words, end_the_job_with_the_process
+from hvdkit.steps.collectives import OverMpi, Words, background_allgather, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
@@ -132,11 +132,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
                 "the MPI here may be called by one thread at a time, and a second one would tell the other ranks; use "
                 "an MPI with MPI_THREAD_MULTIPLE, or leave the monitor out."
             )
-        everyone = np.empty((self.size(), len(words)), dtype=np.int64)
-        request = self._apart[name].Iallgather(words, everyone)
-        while not request.Test():
-            time.sleep(BACKGROUND_POLL_S)
-        return everyone
+        return background_allgather(self._apart[name], words)
 
     def total(self, name: str) -> Total:  # noqa: ARG002
         raise InvalidArgumentError(

@@ -101,9 +101,8 @@ def test_a_killed_build_leaves_nothing_that_is_used(fresh: StandIn, tmp_path: Pa
     first.send_signal(signal.SIGKILL)
     ended(first, -signal.SIGKILL)
     assert fresh.files() == {} and fresh.wheels() == []
-    (left,) = tmp_path.glob("hvdkit-build-*")
     output = fresh.install(TMPDIR=str(tmp_path))
-    assert ", compiled, in" in output and "Waiting" not in output and not left.exists()
+    assert ", compiled, in" in output and "Waiting" not in output
     assert fresh.compiled() == 2
     holds(fresh)
 
@@ -258,8 +257,3 @@ def test_a_wheel_that_does_not_fit_or_is_not_whole_is_one_sentence(installed: St
     assert "chmod -R go-w" in installed.install("--from", str(shelf), status=1)
     assert "it has no wheel" in installed.install("--from", str(tmp_path), status=1)
     assert installed.files() == before
-
-
-def test_gpu_auto_says_why_it_builds_without(installed: StandIn) -> None:
-    output = installed.install("--gpu", "auto")
-    assert "--gpu auto is none here: --gpu nccl needs CUDA" in output and "is already installed" in output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import signal
 import stat
 import subprocess
@@ -236,15 +235,6 @@ def test_a_killed_holder_leaves_no_lock(cache: Cache) -> None:
     assert messages == []
 
 
-def test_two_keys_do_not_wait_for_each_other(cache: Cache) -> None:
-    first = holder(cache)
-    messages: list[str] = []
-    with cache.locked("another", messages.append):
-        pass
-    first.communicate("")
-    assert messages == []
-
-
 def test_old_logs_are_removed(cache: Cache) -> None:
     for _ in range(LOGS_KEPT + 5):
         cache.new_log(KEY).write_text("x")
@@ -266,13 +256,6 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert here.cache_directory() == tmp_path / "home/.cache/hvdkit"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert here.cache_directory() == tmp_path / "home/.cache/hvdkit"
-    # Without HOME it is where the system says the user's home is; in containers a user may have none.
-    monkeypatch.delenv("HOME")
-    assert here.cache_directory() == Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache/hvdkit"
-    monkeypatch.setattr(os, "getuid", lambda: 987654321)
-    with pytest.raises(InstallError, match=r"no home directory for the cache \(HOME is not set\): set XDG_CACHE_HOME"):
-        here.cache_directory()
-    # pip runs in another directory, where a relative path names another cache.
     monkeypatch.setenv("HOME", "somewhere")
-    with pytest.raises(InstallError, match=r"HOME is somewhere"):
+    with pytest.raises(InstallError, match="no home directory for the cache: set XDG_CACHE_HOME"):
         here.cache_directory()

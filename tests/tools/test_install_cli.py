@@ -79,7 +79,6 @@ def test_a_framework_that_is_not_installed(home: Path) -> None:
         (["--frameworks", "jax"], ["'jax'", "torch, tensorflow"]),
         (["--frameworks", ""], ["no name"]),
         (["--gpu", "rocm"], ["rocm"]),
-        (["--gpu", "mpi", "--without-mpi"], ["--gpu mpi needs MPI"]),
         (["--no-such-option"], ["--no-such-option"]),
         (["extra"], ["extra"]),
     ],
@@ -89,10 +88,6 @@ def test_bad_usage_is_one_sentence_and_exit_2(home: Path, arguments: list[str], 
     for word in words:
         assert word in message
     assert not (home / "cache").exists()
-
-
-def test_bad_usage_comes_before_explaining(home: Path) -> None:
-    one_sentence(install(home, "--explain", "--frameworks", "jax"), 2)
 
 
 def test_explain_prints_the_table_with_reasons_even_without_a_compiler(home: Path) -> None:
@@ -142,4 +137,4 @@ def test_a_cache_that_cannot_be_made_is_one_sentence(home: Path) -> None:
     fake_compilers(home / "empty")
     (home / "cache").write_text("a file")
     message = one_sentence(install(home, "--frameworks", "torch", "--without-mpi"), 1)
-    assert "XDG_CACHE_HOME" in message
+    assert "could not be read or written" in message and "XDG_CACHE_HOME" in message

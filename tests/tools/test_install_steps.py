@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -46,11 +44,6 @@ def test_a_failing_step_shows_its_first_error_and_the_log(log: Path) -> None:
         run_python(code, log)
     assert str(caught.value) == f"The step failed: a.cc:1:2: error: no such thing; the full log is {log}"
     assert "later" in log.read_text()
-
-
-def test_a_killed_compiler_is_said_to_be_want_of_memory(log: Path) -> None:
-    with pytest.raises(InstallError, match="MAX_JOBS=1"):
-        run_python("import sys; print('c++: fatal error: Killed signal terminated program cc1plus'); sys.exit(1)", log)
 
 
 def test_a_program_that_is_not_there_is_one_sentence(tmp_path: Path, log: Path) -> None:
@@ -204,37 +197,7 @@ def test_a_run_path_through_a_link_into_the_environment_moves_too(tmp_path: Path
     ]
 
 
-# --- build directory -------------------------------------------------------------------------------------------------
-
-KILLED_BUILD = """
-import sys
-from pathlib import Path
-from hvdkit.prepare.install.build import build_directory
-with build_directory(Path(sys.argv[1])) as directory:
-    (directory / "half.o").write_text("x")
-    print(directory, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_what_a_killed_build_left_is_removed_by_the_next_and_a_living_one_is_not(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED_BUILD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert process.stdout is not None
-    other = Path(process.stdout.readline().strip())
-    with build.build_directory(tmp_path) as own:
-        assert (other / "half.o").exists()
-    assert not own.exists()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert other.exists()
-    with build.build_directory(tmp_path):
-        assert not other.exists()
+# --- jobs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -299,18 +262,6 @@ def test_a_failed_install_leaves_the_environment_as_it_was(installed: PythonFact
         half_an_install(installed)
         raise error
     assert tree(installed.prefix) == before
-
-
-def test_a_failed_first_install_leaves_nothing(tmp_path: Path) -> None:
-    python = python_in(tmp_path / "env")
-    python.site_packages.mkdir(parents=True)
-    python.scripts.mkdir()
-    with pytest.raises(Stop), environment.restored_on_failure(python):
-        (python.site_packages / "horovod").mkdir()
-        (python.site_packages / "horovod/x.py").write_text("new")
-        (python.scripts / "horovodrun").write_text("new")
-        raise Stop
-    assert tree(python.prefix) == {}
 
 
 def test_an_install_that_succeeds_stays(installed: PythonFacts) -> None:

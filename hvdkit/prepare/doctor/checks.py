@@ -333,6 +333,7 @@ def _counted(gpus: tuple[str, ...]) -> str:
     "{fix}",
 )
 def _unseen_gpus(facts: DoctorFacts) -> Words:
+    """There are GPUs and a framework sees none: it is built without, they are hidden, or the driver does not fit."""
     for name, devices in facts.devices.items():
         if not facts.host.gpus or devices.gpus:
             continue
@@ -366,7 +367,7 @@ def _unseen_gpus(facts: DoctorFacts) -> Words:
     "warning",
     "{title} sees {gpus}, and Horovod was built without NCCL.",
     "Every gradient is copied to the host's memory and back; training on several GPUs is slow.",
-    "'hvdkit install --gpu nccl --force' (or --gpu mpi, if your MPI takes GPU memory).",
+    "'hvdkit install --gpu nccl --force'.",
 )
 def _no_nccl(facts: DoctorFacts) -> Words:
     for name, devices in facts.devices.items():

@@ -26,7 +26,7 @@ CONDITIONS: dict[str, Callable[[Options], bool]] = {
     "built for PyTorch": lambda options: "torch" in (options.frameworks or ()),
     "built for TensorFlow": lambda options: "tensorflow" in (options.frameworks or ()),
     "--gpu none": lambda options: options.gpu == "none",
-    "--gpu nccl or mpi": lambda options: options.gpu != "none",
+    "--gpu nccl": lambda options: options.gpu != "none",
     "without --plain": lambda options: not options.plain,
 }
 """What the head of a patch says after ``When:``, with commas between several that all must hold."""
@@ -49,14 +49,12 @@ class Patch:
         name: of the file, without its number.
         when: names of ``CONDITIONS``, with commas.
         why: the reason.
-        diff: all hunks as text.
-        hunks: the same to apply.
+        hunks: what it changes.
     """
 
     name: str
     when: str
     why: str
-    diff: str
     hunks: tuple[Hunk, ...]
 
     def applies(self, options: Options) -> bool:
@@ -75,7 +73,7 @@ def parse(name: str, text: str) -> Patch:
         for file, body in zip(parts[::2], parts[1::2], strict=True)
         for hunk in _HUNK.split(body)[1:]
     ]
-    return Patch(name, when.removeprefix("When: "), " ".join(why.split()), diff, tuple(hunks))
+    return Patch(name, when.removeprefix("When: "), " ".join(why.split()), tuple(hunks))
 
 
 @cache
@@ -118,11 +116,11 @@ def apply(tree: Path, chosen: Iterable[Patch]) -> None:
 
 
 def describe(options: Options) -> str:
-    """The patches as text, one paragraph each, saying which apply to a build."""
+    """The patches by name, which of them apply to a build and why; what they change is in ``patches/``."""
     return "\n\n".join(
         f"  {patch.name}\n"
         f"    applies: {'yes' if patch.applies(options) else 'no'} (when: {patch.when})\n"
-        f"    why:     {patch.why}\n" + "\n".join(f"      {line}".rstrip() for line in patch.diff.splitlines())
+        f"    why:     {patch.why}"
         for patch in patches()
     )
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import re
-import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +25,6 @@ JOB_BYTES = 3 << 30
 
 SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 """File of the released source."""
-_PREFIX = "hvdkit-build-"
-_OWNER = "owner.lock"
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,9 @@ def build_wheel(plan: BuildPlan, cache: Cache, progress: InstallProgress, log: P
     Raises:
         InstallError: a step failed; nothing is left but the log.
     """
-    with build_directory(plan.facts.build_directory) as directory:
+    parent = plan.facts.build_directory
+    with tempfile.TemporaryDirectory(prefix="hvdkit-build-", dir=parent, ignore_cleanup_errors=True) as name:
+        directory = Path(name)
         shop = Workshop(directory, plan.facts, log, progress, _environ(plan, directory))
         progress.say(f"Full output: {log}")
         _check_frameworks(shop)
@@ -104,31 +101,6 @@ def job_count(cores: int, available_bytes: int, wanted: str | None) -> int:
             raise InstallError(f"MAX_JOBS is {wanted!r}; expected a whole number above 0, or 'unset MAX_JOBS'.")
         return int(wanted)
     return max(1, min(cores, available_bytes // JOB_BYTES))
-
-
-@contextlib.contextmanager
-def build_directory(parent: Path) -> Iterator[Path]:
-    """A temporary directory that is removed at the end; ones that killed builds have left are removed first."""
-    for left in parent.glob(f"{_PREFIX}*"):
-        _remove_if_left(left)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
-        directory = Path(name)
-        with (directory / _OWNER).open("w") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX)
-            yield directory
-
-
-def _remove_if_left(directory: Path) -> None:
-    """Remove a build directory of this user whose owner is dead, which its lock tells."""
-    try:
-        if directory.is_symlink() or directory.stat().st_uid != os.getuid():
-            return
-        with (directory / _OWNER).open("r+") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-    except OSError:
-        # In use by a living build, or already gone.
-        return
 
 
 def _environ(plan: BuildPlan, directory: Path) -> dict[str, str]:

@@ -25,8 +25,6 @@ from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.plan import BuildPlan, make_plan, plan_of_ready
 from hvdkit.prepare.install.requirements import (
     GPU_OPERATIONS,
-    check_options,
-    gpu_operations,
     parse_frameworks,
 )
 from hvdkit.prepare.install.runner import InstallProgress
@@ -38,9 +36,7 @@ _MANIFEST_BYTES = 1 << 20
 
 
 @click.command()
-@click.option(
-    "--gpu", type=click.Choice([*GPU_OPERATIONS, "auto"]), default="none", help="Library for collectives on GPUs."
-)
+@click.option("--gpu", type=click.Choice(GPU_OPERATIONS), default="none", help="Library for collectives on GPUs.")
 @click.option("--without-mpi", is_flag=True, help="Build without MPI, with Gloo only.")
 @click.option("--frameworks", metavar="LIST", help="torch, tensorflow or torch,tensorflow.  [default: all installed]")
 @click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")
@@ -71,8 +67,6 @@ def install(
     Needs:  a C and a C++20 compiler (such as GCC 11 or newer), pip, and PyTorch or TensorFlow installed.
     MPI:    --without-mpi leaves it out.
     GPU:    --gpu nccl   collectives over NCCL; needs the CUDA toolkit and NCCL (pip's nvidia packages will do)
-            --gpu mpi    collectives over an MPI that takes GPU memory
-            --gpu auto   nccl where PyTorch or TensorFlow, the CUDA toolkit and NCCL are there for it, else none
     Memory: MAX_JOBS=1 compiles one file at a time.
 
     \b
@@ -88,10 +82,6 @@ def install(
     named = parse_frameworks(frameworks) if frameworks is not None else None
     facts = gather_facts(gpu=gpu != "none")
     options = Options(gpu, not without_mpi, named, plain)
-    if gpu == "auto":
-        options, why = gpu_operations(facts, options)
-        click.echo(why, err=True)
-    check_options(options)
     if explain:
         click.echo(explanation(facts, options))
         return 0
@@ -115,7 +105,9 @@ def _reporting() -> Iterator[InstallProgress]:
             progress.say("Stopped; the environment is as it was before.")
             raise
         except OSError as error:
-            raise InstallError(f"A file could not be read or written: {error}.") from error
+            raise InstallError(
+                f"A file could not be read or written: {error}; XDG_CACHE_HOME and TMPDIR choose other places."
+            ) from error
 
 
 def explanation(facts: BuildFacts, options: Options) -> str:

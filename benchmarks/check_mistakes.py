@@ -429,25 +429,6 @@ def no_set_epoch(text):
 # Steps and metrics ------------------------------------------------------------------------------------------------
 
 
-def _counts(text):
-    """``n // batch // size``: the steps of an epoch."""
-    for node in text.nodes:
-        divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv)
-        by_size = divides and (last(node.right) == "size" or ast.unparse(node.right) == "size")
-        if by_size and isinstance(node.left, (ast.BinOp, ast.Constant)):
-            yield node
-
-
-@mistake("steps-not-divided", "the steps of an epoch are not divided by the number of processes")
-def undivided(text):
-    for node in _counts(text):
-        yield lambda node=node: text.replace(node, node.left)
-    for call in text.calls("steps_per_epoch"):
-        if ".fit(" in text.source and len(call.args) >= 2 and "steps_per_epoch=steps" in text.source:
-            count = ast.BinOp(call.args[0], ast.FloorDiv(), call.args[1])
-            yield lambda call=call, count=count: text.replace(call, count)
-
-
 @mistake("metrics-not-averaged", "the mean over the ranks becomes the value of one rank")
 def local_metric(text):
     if not re.search(r"test|eval|accuracy", text.source):

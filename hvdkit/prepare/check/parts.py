@@ -26,7 +26,6 @@ _RANDOM = re.compile(
 _NOT_DATA = {"collate_fn", "worker_init_fn", "generator"}
 
 SHARDED = "sharded"
-DRAWN = "drawn"
 WHOLE = "whole"
 UNCLEAR = "unclear"
 
@@ -36,9 +35,9 @@ class DataPart:
     """What one rank gets of one data set for training.
 
     Attributes:
-        kind: SHARDED, DRAWN (each rank draws at random from everything, for its share of the steps), WHOLE or UNCLEAR.
+        kind: SHARDED, WHOLE or UNCLEAR.
         lines: where that is decided.
-        why: for UNCLEAR and DRAWN.
+        why: for UNCLEAR.
         balanced: every rank gets the same number of batches whatever the sizes are.
     """
 
@@ -72,7 +71,7 @@ class DataCase(Case):
         loaders = [call for call in sources if self.name(call) in LOADERS]
         if loaders:
             parts = [self._loader_part(call, steps) for call in loaders]
-            order = (WHOLE, UNCLEAR, DRAWN, SHARDED)
+            order = (WHOLE, UNCLEAR, SHARDED)
             return min(parts, key=lambda part: order.index(part.kind))
         lines = tuple(sorted({call.lineno for call in sources}))
         return self._part_of(self.drawn_from(loop), lines, self.has_size(*over(loop), through=True))
@@ -84,7 +83,7 @@ class DataCase(Case):
         around = [one.iter for event in steps for one in event.loops if isinstance(one, (ast.For, ast.AsyncFor))]
         whole = [one for one in around if "islice" not in ast.unparse(one) and self.made_by(LOADERS, one, through=True)]
         divided = self.has_size(*(one for one in around if one not in whole), through=True)
-        return self._part_of(given, (loader.lineno,), divided, passes_once=True)
+        return self._part_of(given, (loader.lineno,), divided)
 
     def fit_part(self, event: Event) -> DataPart:
         """The part of what Keras' ``fit`` is given."""
@@ -94,16 +93,9 @@ class DataCase(Case):
         if not known:
             return DataPart(UNCLEAR, (call.lineno,), "what fit is given the text does not show")
         divided = self.has_size(argument(call, "steps_per_epoch"), argument(call, "epochs"), through=True)
-        return self._part_of(known, (call.lineno,), divided, arrays=True)
+        return self._part_of(known, (call.lineno,), divided)
 
-    def _part_of(
-        self,
-        given: Sequence[ast.expr],
-        lines: tuple[int, ...],
-        divided: bool,
-        passes_once: bool = False,
-        arrays: bool = False,
-    ) -> DataPart:
+    def _part_of(self, given: Sequence[ast.expr], lines: tuple[int, ...], divided: bool) -> DataPart:
         """Which part of the data a rank reads through these expressions.
 
         ``divided``: whether its steps are divided by ranks.
@@ -115,16 +107,11 @@ class DataCase(Case):
         if doubt:
             return DataPart(UNCLEAR, lines, doubt)
         lines = tuple(call.lineno for call in self.tf_sources(*given)[:1]) or lines
-        if not divided:
+        shuffles = any(method(call) == "shuffle" for call in self.calls(*given, through=True))
+        draws_alike = not shuffles or self.fixed_seed(given)
+        if not divided or (self.tf_sources(*given) and draws_alike):
             return DataPart(WHOLE, lines)
-        if passes_once:
-            return DataPart(UNCLEAR, lines, "the number of processes shortens its loop")
-        shuffled = self._is_shuffled(given[0], arrays)
-        if shuffled and not self.fixed_seed(given):
-            why = "each rank draws at random from the whole data set, for its share of the steps"
-            return DataPart(DRAWN, lines, why)
-        kind = UNCLEAR if shuffled is None else WHOLE
-        return DataPart(kind, lines, "whether the data are shuffled the text does not say")
+        return DataPart(UNCLEAR, lines, "each rank may draw at random from all data, for its share of the steps")
 
     def shard_lines(self, *nodes: ast.AST | None) -> list[int]:
         """The lines that make values this rank's part."""
@@ -180,18 +167,6 @@ class DataCase(Case):
         """The calls of ``tf.data`` and ``tensorflow_datasets`` that values are made by."""
         calls = self.calls(*nodes, through=True)
         return [call for call in calls if self.name(call).startswith(("tensorflow.data.", "tensorflow_datasets."))]
-
-    def _is_shuffled(self, node: ast.expr, arrays: bool) -> bool | None:
-        """Whether the order is random; None where the text does not say. Keras shuffles arrays by itself."""
-        calls = self.calls(node, through=True)
-        if any(method(call) == "shuffle" and not self.name(call) for call in calls):
-            return True
-        if self.tf_sources(node):
-            return False
-        if flows := [call for call in calls if method(call).startswith("flow")]:
-            return not any(is_constant(argument(call, "shuffle"), False) for call in flows)
-        own = any(self.class_of(call) for call in self.calls(node))
-        return None if own or not arrays else True
 
     def fixed_seed(self, given: Sequence[ast.expr]) -> bool:
         """Whether all ranks draw the same random numbers."""

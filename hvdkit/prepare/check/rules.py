@@ -210,14 +210,6 @@ RULES = (
         find.stale_samplers,
     ),
     Rule(
-        "steps-not-divided",
-        "an epoch has as many steps on every rank as it has in one process",
-        "each epoch goes over the data n times, or runs out of them",
-        "divide: steps_per_epoch=n_samples // batch_size // hvd.size(), or hk.steps_per_epoch(n_samples, batch_size, "
-        "world)",
-        _blamed(8),
-    ),
-    Rule(
         "metrics-not-averaged",
         "this shows or decides on a metric of one rank's part of the data",
         "the number is that of 1/n of the samples, and another on every rank",

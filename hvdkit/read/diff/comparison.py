@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,12 +13,10 @@ from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import change_text, duration_text, printable
 from hvdkit.errors import DataNotFoundError, InvalidArgumentError, require_scipy
-from hvdkit.observe import history
 from hvdkit.read.diff import sides
 from hvdkit.read.diff.sides import Side, Timings
-from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STEPS, TIMELINE, TRACE, find
+from hvdkit.read.explain.sources import BENCH, EMULATE, LAUNCH, MONITOR, MPI, STEPS, TIMELINE, TRACE, find
 
-EMULATE, MONITOR = "emulate results", "monitor history"
 READERS: dict[str, Callable[[Path, Mapping[str, Sequence[Path]]], Side]] = {
     STEPS: sides.of_steps,
     MONITOR: lambda path, found: sides.of_monitor(path, found[MONITOR][0]),
@@ -35,9 +31,6 @@ SIGNIFICANCE = 0.05
 """Share of false changes that is accepted among the parts, and among the details, that are called sure."""
 _EXPLAINS = 0.25
 """Part of the whole change from which on a part explains it."""
-_HEAD = 4096
-"""Bytes by which a file is known."""
-_SIGNS = {EMULATE: re.compile(rb'"kind"\s*:\s*"emulate-results"'), MONITOR: re.compile(rb'^{"kind"\s*:\s*"start"')}
 
 
 class Change(Part, frozen=True, rename={"before": "before_s", "after": "after_s"}):
@@ -55,7 +48,6 @@ class Change(Part, frozen=True, rename={"before": "before_s", "after": "after_s"
         p_value: of details and parts, that B is neither slower nor faster as a rule, corrected for their number; None
             where it cannot be told.
         calls_before, calls_after: of a step, or in all; None where they are not counted.
-        bytes_before, bytes_after: likewise.
     """
 
     what: str
@@ -68,8 +60,6 @@ class Change(Part, frozen=True, rename={"before": "before_s", "after": "after_s"
     p_value: float | None = None
     calls_before: float | None = None
     calls_after: float | None = None
-    bytes_before: float | None = None
-    bytes_after: float | None = None
 
 
 class ComparedSide(Part, frozen=True):
@@ -95,12 +85,11 @@ class Difference(Document, frozen=True):
         changes: the whole first, then its parts, then details; of the latter two the sure ones, and those that explain
             most, first.
         notes: what else is different, and what a reader should know, full sentences.
-        fail_below: the limit that was given; None without one.
-        below: what of the whole is slower than that with its whole interval, or was not measured any more.
         confidence: of the intervals.
     """
 
     kind = "diff"
+    schema = 2
     written_by = "hvdkit diff --json"
 
     of: str
@@ -109,12 +98,10 @@ class Difference(Document, frozen=True):
     verdict: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
-    fail_below: float | None = None
-    below: tuple[str, ...] = ()
     confidence: float = intervals.CONFIDENCE
 
 
-def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
+def diff(a: Path, b: Path) -> Difference:
     """Compare two recordings, or results, of one kind.
 
     Whole things are compared by the ratio of medians with its bootstrap interval. Parts and details are compared by the
@@ -124,7 +111,6 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
 
     Args:
         a, b: files or directories; what was before, and what is now.
-        fail_below: the speed below which ``below`` names what is slower.
     Raises:
         InvalidArgumentError: they are of different kinds, or have nothing in common.
         DataNotFoundError, DataError: one is missing, no recording, or cannot be read.
@@ -133,7 +119,10 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
         Mathematical Statistics 18 (1947); Benjamini and Yekutieli, Annals of Statistics 29 (2001), theorem 1.3.
     """
     require_scipy("two recordings are compared")
-    found = [_sources(path) for path in (a, b)]
+    for path in (a, b):
+        if not files.exists(path):
+            raise DataNotFoundError(f"No file or directory at {str(path)!r}; give two recordings of one kind.")
+    found = [find([path], (*READERS, LAUNCH)) for path in (a, b)]
     common = [kind for kind in READERS if all(kind in one for one in found)]
     if not common:
         held = [" and ".join(kind for kind in (*READERS, LAUNCH) if kind in one) or "no times" for one in found]
@@ -154,9 +143,6 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
     notes = _differences(first, second) + list(dict.fromkeys((*first.notes, *second.notes)))
     if common[1:]:
         notes.append(f"Both hold more, of which name the files to compare them: {', '.join(common[1:])}.")
-    gone = [name for name in first.whole if name in second.missing]
-    if fail_below is not None and not whole:
-        raise InvalidArgumentError("Nothing can be held against --fail-below: the two have no step in common.")
     return Difference(
         of=common[0],
         a=ComparedSide(str(first.path), first.says),
@@ -164,25 +150,7 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
         verdict=printable(_verdict(whole, parts, details)),
         changes=(*whole, *parts, *details),
         notes=tuple(notes),
-        fail_below=fail_below,
-        below=() if fail_below is None else (*(one.what for one in whole if _below(one, fail_below)), *gone),
     )
-
-
-def _sources(path: Path) -> dict[str, list[Path]]:
-    """The files of a recording, by kind."""
-    if files.is_directory(path) and files.is_file(path / history.NAME):
-        return {MONITOR: [path / history.NAME]}
-    if files.is_file(path):
-        head = b""
-        with contextlib.suppress(OSError), files.opened(path) as stream:  # find says what is wrong
-            head = stream.read(_HEAD)
-        for kind, sign in _SIGNS.items():
-            if sign.search(head):
-                return {kind: [path]}
-    if not files.exists(path):
-        raise DataNotFoundError(f"No file or directory at {str(path)!r}; give two recordings of one kind.")
-    return find([path])
 
 
 def _whole(a: Mapping[str, Timings], b: Mapping[str, Timings]) -> list[Change]:
@@ -230,7 +198,7 @@ def _tested(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings], whol
         changes.append(
             Change(
                 name, level, _median(before), _median(after), costs[1] - costs[0], calls_before=before.calls,
-                calls_after=after.calls, bytes_before=before.bytes, bytes_after=after.bytes,
+                calls_after=after.calls,
             )
         )  # fmt: skip
     if p_values:
@@ -289,10 +257,3 @@ def _differences(a: Side, b: Side) -> list[str]:
         if was != is_:
             notes.append(printable(f"Different {name}: {was} before, {is_} after."))
     return notes
-
-
-def _below(change: Change, limit: float) -> bool:
-    """Whether the whole interval (without one, the value) is below the limit."""
-    if change.speed is None:
-        return False
-    return (change.speed.value if change.speed.high is None else change.speed.high) < limit

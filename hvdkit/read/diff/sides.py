@@ -6,7 +6,7 @@ Of the results only what is compared is read here: the rooms that write them sta
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,7 +18,7 @@ from hvdkit.common import files, json_files
 from hvdkit.common.json_files import Positive, Seconds, Whole
 from hvdkit.common.units import bytes_text, count_text, printable, ranks_text
 from hvdkit.errors import CorruptDataError, DataError
-from hvdkit.observe import step_files
+from hvdkit.observe import history, step_files
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.read.explain.sources import LAUNCH, STEPS
@@ -37,7 +37,6 @@ from hvdkit.read.trace.summary import files_of, one_rank, self_times_by_step
 STEP = "step"
 _MONITORED = ("step", "input", "compute", "wait")
 _US = 1e-6
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 _LEFT_OUT = ("ranks", "repeats", "seed")
 """Of what was asked of a bench: they change how sure its result is, not what was measured."""
 _Measured = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
@@ -52,13 +51,12 @@ class Timings:
     Attributes:
         samples: seconds, one for each time that it was measured.
         often: how many of them a step has; where there are no steps, how many there are in all.
-        calls, bytes: of a step (in all); None where a recording does not count them.
+        calls: of a step (in all); None where a recording does not count them.
     """
 
     samples: Floats
     often: float = 1.0
     calls: float | None = None
-    bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class Side:
         details: what the parts consist of: tensors, operators, routines, ranks.
         settings: what else can differ, by name.
         notes: what a reader should know, full sentences.
-        missing: names of ``whole`` that were to be measured and were not.
     """
 
     path: Path
@@ -83,7 +80,6 @@ class Side:
     details: Mapping[str, Timings] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
 
 
 def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
@@ -113,38 +109,17 @@ def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
     )
 
 
-class _Ranks(msgspec.Struct):
-    step: list[_Seconds | None]
-    input: list[_Seconds | None]
-    compute: list[_Seconds | None]
-    wait: list[_Seconds | None]
-
-
-class _Line(msgspec.Struct):
-    kind: str
-    world_size: int | None = None
-    ranks: _Ranks | None = None
-
-
 def of_monitor(path: Path, file: Path) -> Side:
     """The windows of a monitor's ``metrics.jsonl``, without the first.
 
     Raises:
         DataError: it cannot be read, or has fewer than two windows with times.
     """
-    lines: list[_Line] = []
-    try:
-        for text in files.content(file).splitlines():
-            try:
-                lines.append(msgspec.json.decode(text, type=_Line))
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                continue  # a job that is killed leaves part of a line
-    except OSError as error:
-        raise DataError(f"{printable(str(file))} cannot be read: {error.strerror}.") from error
+    lines = history.read(file)
     windows = [
-        {name: [value for value in getattr(line.ranks, name) if value is not None] for name in _MONITORED}
+        {name: [value for value in line["ranks"].get(name, ()) if value is not None] for name in _MONITORED}
         for line in lines
-        if line.kind == "window" and line.ranks is not None
+        if line["kind"] == "window"
     ]
     windows = [window for window in windows if window["step"]][1:]
     if not windows:
@@ -158,7 +133,7 @@ def of_monitor(path: Path, file: Path) -> Side:
         for name, named in names.items()
         if all(window[name] for window in windows)
     }
-    sizes = [line.world_size for line in lines if line.world_size is not None]
+    sizes = [line["world_size"] for line in lines if isinstance(line.get("world_size"), int)]
     return Side(
         path,
         f"{count_text(len(windows), 'window')} after the first, {ranks_text(sizes[-1]) if sizes else 'unknown ranks'}",
@@ -192,7 +167,6 @@ def of_timeline(path: Path, file: Path) -> Side:
         inner = [*nested[1:], np.zeros(len(since))]
         parts = {name: Timings((outer - one) * _US) for name, outer, one in zip(names, nested, inner, strict=True)}
         whole = {STEP: Timings(nested[0] * _US)}
-    ranks = int(found.tick_rank.max()) + 1 if len(found.tick_rank) else None
     sums = np.bincount(numbers[in_steps], found.bytes[in_steps]) if in_steps.any() else np.array([np.nan])
     size = "unknown" if np.isnan(sums).all() else bytes_text(float(np.nanmedian(sums)))
     reduced = len(np.unique(found.tensor[in_steps]))
@@ -204,7 +178,7 @@ def of_timeline(path: Path, file: Path) -> Side:
         whole,
         parts,
         _phases(found, steps if steps > 1 else None),
-        {"ranks": "unknown" if ranks is None else str(ranks), "tensors": tensors},
+        {"ranks": str(found.ranks or "unknown"), "tensors": tensors},
         (*notes, "Tensors of one fused exchange each carry all of its time: their phases do not add up."),
     )
 
@@ -271,10 +245,11 @@ def of_mpi(path: Path, profiles: Sequence[Path]) -> Side:
         whole["job"] = _median(seconds)
     parts, details = {}, {}
     for purpose in PURPOSES:
-        parts[f"{purpose} in MPI"] = _median_calls([mpi_measures.total(rank.of(purpose)) for rank in profile.ranks])
+        sums = [mpi_measures.total(rank.of(purpose)) for rank in profile.ranks]
+        parts[f"{purpose} in MPI"] = _median((of.seconds for of in sums), (of.calls for of in sums))
         for routine in {row.routine for rank in profile.ranks for row in rank.of(purpose)}:
             sums = [mpi_measures.total(rank.of(purpose, routine)) for rank in profile.ranks]
-            details[f"{routine}, {purpose}"] = _median_calls(sums)
+            details[f"{routine}, {purpose}"] = _median((of.seconds for of in sums), (of.calls for of in sums))
     return Side(
         path,
         f"{len(profile.ranks)} of {ranks_text(profile.size)}, recorded by {profile.source}",
@@ -289,17 +264,10 @@ def of_mpi(path: Path, profiles: Sequence[Path]) -> Side:
     )
 
 
-def _median(values: Sequence[float]) -> Timings:
-    return Timings(np.array([statistics.median(values)]))
-
-
-def _median_calls(sums: Sequence[mpi_measures.Sums]) -> Timings:
-    """Over the ranks, those that never called it with 0."""
-    sizes = [one.bytes for one in sums if one.bytes is not None]
+def _median(values: Iterable[float], calls: Iterable[int] | None = None) -> Timings:
+    """Over the ranks."""
     return Timings(
-        np.array([statistics.median(one.seconds for one in sums)]),
-        calls=statistics.median(one.calls for one in sums),
-        bytes=statistics.median(sizes) if sizes else None,
+        np.array([statistics.median(values)]), calls=None if calls is None else float(statistics.median(calls))
     )
 
 
@@ -334,35 +302,27 @@ def of_bench(path: Path) -> Side:
     stepped = bool(jobs) and all(job.steps is not None for job in jobs)
     weak = found.asked.get("mode") == "weak"
     name = f"{'step' if weak else 'work'}{'' if stepped else ' (closing line)'} on"
-
-    def seconds(job: _Job) -> float | None:
-        if not stepped or job.steps is None:
-            return job.closing_s
-        return job.steps.step_s * (1 if weak else job.steps.count)
-
     samples: dict[int, list[float]] = {}
+    parts: dict[str, list[float | None]] = {}
     for job in jobs:
-        if taken := seconds(job):
+        if not stepped or job.steps is None:
+            taken = job.closing_s
+        else:
+            count = 1 if weak else job.steps.count
+            taken = job.steps.step_s * count
+            for part, seconds in job.steps.parts.items() if job.ranks == max(one.ranks for one in jobs) else ():
+                parts.setdefault(part, []).append(None if seconds is None else seconds * count)
+        if taken:
             samples.setdefault(job.ranks, []).append(taken)
     if not samples:
         raise DataError(f"{printable(str(path))} holds no job that counts; measure it again.")
-    parts: dict[str, Timings] = {}
-    if stepped:
-        largest = [job.steps for job in jobs if job.ranks == max(samples) and job.steps is not None]
-        for part in largest[0].parts:
-            values = [steps.parts.get(part) for steps in largest]
-            if None not in values:
-                counts = [1 if weak else steps.count for steps in largest]
-                parts[part] = Timings(np.array(values, float) * counts)
-    asked = found.asked.get("ranks", [])
     return Side(
         path,
         f"{sum(map(len, samples.values()))} jobs on {', '.join(map(str, sorted(samples)))} ranks",
-        {f"{name} {ranks_text(n)}": Timings(np.array(one)) for n, one in sorted(samples.items())},
-        parts,
+        {f"{name} {ranks_text(n)}": Timings(np.array(samples[n])) for n in sorted(samples)},
+        {part: Timings(np.array(seconds, float)) for part, seconds in parts.items() if None not in seconds},
         settings=dict(_flat({key: value for key, value in found.asked.items() if key not in _LEFT_OUT}))
         | dict(_flat(found.environment)),
-        missing=tuple(f"{name} {ranks_text(n)}" for n in asked if isinstance(n, int) and n not in samples),
     )
 
 
@@ -402,30 +362,30 @@ def of_emulation(path: Path) -> Side:
     found = _read(path, _Emulated, "hvdkit emulate")
     if not found.samples:
         raise DataError(f"{printable(str(path))} holds no sample; measure it again.")
-    planned = [one.bytes for one in found.plan.collectives]
+    planned = [collective.bytes for collective in found.plan.collectives]
     kind = str(found.asked.get("collective", "collective"))
     whole = {}
-    for size in sorted({one.size for one in found.samples}):
-        taken = np.array([one.slowest_s for one in found.samples if one.size == size])
+    for size in sorted({sample.size for sample in found.samples}):
+        taken = np.array([sample.slowest_s for sample in found.samples if sample.size == size])
         whole[f"{kind} of {size} bytes"] = Timings(taken, float(planned.count(size)), float(planned.count(size)))
-    _, trial, counts = np.unique([one.trial for one in found.samples], return_inverse=True, return_counts=True)
+    _, trial, counts = np.unique([sample.trial for sample in found.samples], return_inverse=True, return_counts=True)
     complete = counts == len(planned)
     # with fusion all collectives of a step are under way at the same time: the longest counts
     gather = np.maximum if found.asked.get("fusion") else np.add
-    parts = {}
-    for name, values in (
-        ("", [one.slowest_s for one in found.samples]),
-        ("wait for the last rank", [one.skew_s for one in found.samples]),
-        ("transfer", [one.transfer_s for one in found.samples]),
-    ):
+
+    def of_steps(values: list[float]) -> Timings:
         sums = np.zeros(len(counts))
         gather.at(sums, trial, values)
-        if complete.any():
-            parts[name] = Timings(sums[complete])
-    if (steps := parts.pop("", None)) is not None:
-        whole[f"step of {len(planned)} {kind}s, {bytes_text(sum(planned))}"] = steps
-    gaps = sum(one.gap_s for one in found.plan.collectives)
-    types = ", ".join(sorted({one.dtype for one in found.plan.collectives}))
+        return Timings(sums[complete])
+
+    parts = {}
+    if complete.any():
+        name = f"step of {len(planned)} {kind}s, {bytes_text(sum(planned))}"
+        whole[name] = of_steps([sample.slowest_s for sample in found.samples])
+        parts["wait for the last rank"] = of_steps([sample.skew_s for sample in found.samples])
+        parts["transfer"] = of_steps([sample.transfer_s for sample in found.samples])
+    gaps = sum(collective.gap_s for collective in found.plan.collectives)
+    types = ", ".join(sorted({collective.dtype for collective in found.plan.collectives}))
     return Side(
         path,
         f"{len(found.samples)} collectives in {len(counts)} trials",

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from hvdkit.common import files, json_files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, HvdkitError
@@ -15,7 +13,7 @@ from hvdkit.observe import step_files
 from hvdkit.read.causes import Cause, by_cost
 from hvdkit.read.explain import exchange, step_causes
 from hvdkit.read.explain.results import Explanation, JobLaunch, Read
-from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
+from hvdkit.read.explain.sources import LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
 from hvdkit.read.explain.step_causes import StepCauses
 
 LATE = frozenset(
@@ -41,7 +39,6 @@ def explain(paths: Sequence[Path]) -> Explanation:
     joined.add_tool(TIMELINE, joined.of_timeline)
     joined.add_tool(TRACE, _of_traces)
     joined.add_tool(MPI, _of_mpi)
-    joined.add_tool(BENCH, _of_bench)
     joined.add_rest()
     return joined.answer()
 
@@ -145,8 +142,6 @@ class _Joined:
             missing = dict.fromkeys(line for line in said if "did not arrive" in line) or said[:1]
             self._stalled = f"The job stalled: {'; '.join(missing)[:_LONGEST]}. The stacks are in {stacks[0].parent}."
             self._read.append(Read(str(stacks[0].parent), STALL, f"{len(stacks)} ranks"))
-        for path in self._sources.get(BENCH, []):
-            self._untold.append(f"Means over many steps say little of one: see 'hvdkit bench show {path}'.")
 
     def answer(self) -> Explanation:
         """All of it, the most costly cause first.
@@ -202,13 +197,3 @@ def _of_mpi(paths: list[Path]) -> tuple[list[Cause], str]:
 
     profile = reading.read(paths)
     return causes(profile, profile.ranks[0]), f"{len(profile.ranks)} ranks"
-
-
-def _of_bench(paths: list[Path]) -> tuple[list[Cause], str]:
-    """What ``hvdkit bench`` found itself: its file has the answer, and the room that gives it lies above this one."""
-    try:
-        content = msgspec.json.decode(files.content(paths[0]))
-        summary = content.get("summary") or {"causes": ()}
-        return msgspec.convert(summary["causes"], list[Cause]), f"{len(content['jobs'])} jobs"
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError, msgspec.MsgspecError) as error:
-        raise DataError(f"{paths[0]} is not a complete file of 'hvdkit bench scaling': {error}.") from error

@@ -42,7 +42,7 @@ class Read(Part, frozen=True):
 
     Attributes:
         path: the file, or the directory of the files of all ranks.
-        what: "step times", "timeline", "trace", "mpi profile", "bench results", "launch" or "stall report".
+        what: "step times", "timeline", "trace", "mpi profile", "launch" or "stall report".
         says: what was in it, a few words.
     """
 

@@ -6,19 +6,23 @@ import fnmatch
 import gzip
 import re
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.common import files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.observe import history
 from hvdkit.read.explain.results import JobLaunch
 
-STEPS, TIMELINE, TRACE, MPI, LAUNCH, BENCH, STALL = (
-    "step times", "timeline", "trace", "mpi profile", "launch", "bench results", "stall report",
+STEPS, TIMELINE, TRACE, MPI, LAUNCH, STALL, MONITOR, BENCH, EMULATE = (
+    "step times", "timeline", "trace", "mpi profile", "launch", "stall report", "monitor history", "bench results",
+    "emulate results",
 )  # fmt: skip
+OF_A_JOB = (LAUNCH, STEPS, TIMELINE, TRACE, MPI, STALL)
+"""What explain reads."""
 _BY_NAME = (
+    (history.NAME, MONITOR),
     ("rank-*.jsonl", STEPS),
     ("rank-*.txt", STALL),
     ("trace-*-of-*.json", TRACE),
@@ -27,11 +31,12 @@ _BY_NAME = (
     ("*.mpiP", MPI),
 )
 _SIGN = {
+    MONITOR: re.compile(rb'^{"kind"\s*:\s*"start"'),
     STEPS: re.compile(rb'"step times"'),
     STALL: re.compile(rb"rank \d+ (did not arrive at|is not named by Horovod)"),
 }
 """What stands in the beginning of such a file; others name their logs and metrics so, too."""
-_BY_KIND = {b"bench-scaling": BENCH, JobLaunch.kind.encode(): LAUNCH}
+_BY_KIND = {b"bench-scaling": BENCH, b"emulate-results": EMULATE, JobLaunch.kind.encode(): LAUNCH}
 _KIND = re.compile(rb'"kind"\s*:\s*"([a-z-]{1,40})"')
 _HEAD = 4096
 """Bytes by which a file is known."""
@@ -41,26 +46,32 @@ _MOST = 20_000
 """Files of a directory that are looked at."""
 
 
-def find(paths: Sequence[Path]) -> dict[str, list[Path]]:
+def find(paths: Sequence[Path], kinds: Collection[str] = OF_A_JOB) -> dict[str, list[Path]]:
     """What is there of a job: files, by what they are.
 
     Args:
         paths: files, and directories, which are searched.
+        kinds: what counts; other files are none.
     Raises:
         DataError: a file is no recording, or there is none in any directory.
         InvalidArgumentError: there are those of several jobs.
     """
-    sources: dict[str, list[Path]] = defaultdict(list)
+    sources: dict[str, list[Path]] = {}
     for path in paths:
         for file in _below(path):
             what = _what(file, named=file == path)
-            if what is None and file == path:
+            if what not in kinds and file == path:
+                expected = ", ".join(kinds)
                 raise DataError(
-                    f"{printable(str(path))} is no recording of a job; expected step times, a timeline, traces, MPI "
-                    "profiles, results of 'hvdkit bench scaling', or a directory with them."
+                    f"{printable(str(path))} is no recording of a job; expected one of {expected}, or a directory with "
+                    "them."
                 )
-            if what is not None and file.resolve() not in [other.resolve() for other in sources[what]]:
-                sources[what].append(file)
+            if (
+                what is not None
+                and what in kinds
+                and file.resolve() not in [other.resolve() for other in sources.get(what, ())]
+            ):
+                sources.setdefault(what, []).append(file)
     if not sources:
         raise DataError(
             f"there is no recording of a job in {', '.join(printable(str(path)) for path in paths)}; record one with "
@@ -110,6 +121,8 @@ def _what(file: Path, *, named: bool) -> str | None:
         if fnmatch.fnmatch(file.name, pattern):
             sign = _SIGN.get(what)
             return what if sign is None or sign.search(_head(file)) else None
+    if named and _SIGN[MONITOR].search(_head(file)):
+        return MONITOR
     if not named and not file.name.endswith((".json", ".json.gz")):
         return None
     head = _head(file).lstrip()

@@ -1,13 +1,13 @@
 """What a profile says in numbers and in sentences."""
 
 import pytest
-from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
+from mpi_profile_files import HOROVOD, MPITRACE, group, record, write
 
 from hvdkit.cli import run
 from hvdkit.read.causes import by_cost
 from hvdkit.read.mpi_profile import cli as tables
 from hvdkit.read.mpi_profile import measures, reading
-from hvdkit.read.mpi_profile.causes import causes, findings, otherwise
+from hvdkit.read.mpi_profile.causes import causes, otherwise
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
 from hvdkit.read.mpi_profile.model import PURPOSES, Calls, Profile, RankProfile, with_purposes
 
@@ -16,37 +16,11 @@ def shown(profile, number=0):
     return next(rank for rank in profile.ranks if rank.rank == number)
 
 
-def found(profile, number=0):
-    return {finding.name: finding.text for finding in findings(profile, shown(profile, number))}
-
-
 def costly(profile, number=0):
     return by_cost(causes(profile, shown(profile, number)))
 
 
-def of(tmp_path, *calls, seconds=10.0, size=4):
-    """The findings of a job whose ranks all called the same."""
-    return found(reading.read([write(tmp_path, *(record(rank, size, calls, seconds=seconds) for rank in range(size)))]))
-
-
 # The real files
-
-
-def test_the_negotiation_of_the_real_files_with_its_numbers():
-    text = found(reading.read(MPITRACE))["negotiation"]
-    for words in (
-        "94% of the allreduces (72,893 of 77,340) are 16 bytes: Horovod's negotiation",
-        "by its size",
-        "81% of the time of the allreduces (86.6 s of 106.7 s)",
-        "Horovod's background thread",
-    ):
-        assert words in text
-    assert "--cycle-time" not in text, "it is no time of a step"
-
-
-def test_what_else_is_said_of_the_real_files():
-    texts = found(reading.read(MPITRACE))
-    assert "A negotiation takes 1.19 ms on average" in texts["negotiation waits"]
 
 
 def test_the_real_files_say_what_the_timeline_of_the_same_job_says(capsys):
@@ -78,7 +52,7 @@ def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
     assert [row.purpose for row in shown(profile).calls if row.calls == 112] == ["control"]
     first, *_ = tables.page(profile, shown(profile), tables.shown_as(profile, shown(profile))).parts
     assert first.startswith("Verdict: The gradients are not in this profile") and "hvdkit launch --timeline" in first
-    assert "--cycle-time" not in first + "".join(found(profile).values())
+    assert "--cycle-time" not in first
 
 
 def test_causes_are_weighed_against_the_time_of_the_job(tmp_path):
@@ -160,11 +134,6 @@ def test_every_call_has_one_purpose(tmp_path):
 # Sentences
 
 
-def test_a_small_share_of_negotiation_is_said_without_advice(tmp_path):
-    text = of(tmp_path, replace_seconds(HOROVOD[0], 1e-6), HOROVOD[1])["negotiation"]
-    assert "87% of the allreduces (1,000 of 1,150) are 8 bytes" in text and "--cycle-time" not in text
-
-
 def replace_seconds(calls, seconds):
     (one,) = calls["bins"]
     changed = {**one, "seconds": seconds * one["calls"], "least_seconds": seconds / 2, "most_seconds": 2 * seconds}
@@ -183,11 +152,6 @@ def test_who_waits_longer_in_the_negotiation_is_no_late_rank(tmp_path):
     profile = reading.read([write(tmp_path, *(record(rank, 2, one) for rank, one in enumerate(calls)))])
     assert profile.mpi_seconds[1] > 1.5 * profile.mpi_seconds[0]
     assert costly(profile) == []
-
-
-def test_a_program_without_horovod_hears_nothing_of_it(tmp_path):
-    texts = of(tmp_path, group("MPI_Allreduce", (1000, 8, 1e-3), caller="solver", op="MPI_SUM", type="MPI_DOUBLE"))
-    assert texts == {}
 
 
 @pytest.mark.parametrize(
@@ -210,13 +174,3 @@ def test_what_a_rank_waits_for_a_later_one_is_no_transfer(tmp_path):
         assert [(one.kind, one.ranks, one.lost_s) for one in found] == [
             ("late", (1,), pytest.approx(0.9)), ("large-tensors", (), pytest.approx(0.4)),
         ]  # fmt: skip
-
-
-def test_the_finding_is_about_the_rank_that_is_shown():
-    assert "On rank 5 they take" in found(reading.read(MPITRACE), 5)["negotiation"]
-
-
-def test_mpip_has_the_same_findings():
-    text = found(reading.read([MPIP]))["negotiation"]
-    assert "91% of the allreduces (1,000 of 1,100) are 16 bytes: Horovod's negotiation." in text
-    assert "75% of the time" in text and "by its size" not in text

@@ -1,12 +1,10 @@
-"""What costs the job of a profile time, weighed against the time that the job took, and what else stands out in it.
+"""What costs the job of a profile time, weighed against the time that the job took.
 
 Horovod negotiates in a thread of its own beside the training, in every cycle, whatever the training does: the time of
 its negotiation is no step's time, and which rank's training is late cannot be seen in it.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.observe import lateness
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause
 from hvdkit.read.mpi_profile import measures
-from hvdkit.read.mpi_profile.model import CONTROL, PAYLOAD, Profile, RankProfile
+from hvdkit.read.mpi_profile.model import PAYLOAD, Profile, RankProfile
 from hvdkit.steps.ranks import name_ranks
 
 _UNEVEN = 0.05
@@ -25,15 +23,10 @@ NOT_SEEN = (
     "Only MPI is seen: what NCCL, Gloo or torch.distributed moved is not in here, nor what Horovod did between the "
     "calls ('hvdkit timeline' shows that)."
 )
-_LARGE_SHARE = 0.2
-"""Of the time of the allreduces, from which on it is said whose time negotiation is."""
-_WHOSE_TIME = (
-    "This is the time of Horovod's background thread, which also negotiates while the training computes: it costs a "
-    "core, and the step only what the step waits for."
+WHOSE_TIME = (
+    "Control is Horovod's negotiation, in a thread of its own, also while the training computes: it costs a core, and "
+    "the step only what the step waits for."
 )
-_ENOUGH_CALLS = 100
-"""Fewer say nothing about a habit."""
-
 UNSEEN = (
     "Which rank's input or computation is late an MPI profile of Horovod does not show: record hvdkit launch "
     "--explain-job."
@@ -81,9 +74,9 @@ def _large(profile: Profile, shown: RankProfile) -> Cause | None:
     if not rows:
         return None
     lines = [
-        one
-        for one in measures.sizes(profile, shown)
-        if one.purpose == PAYLOAD and (one.average_bytes or 0) >= SMALL_BYTES and one.bus_bytes_per_s is not None
+        line
+        for line in measures.sizes(profile, shown)
+        if line.purpose == PAYLOAD and (line.average_bytes or 0) >= SMALL_BYTES and line.bus_bytes_per_s is not None
     ]
     most = max(lines, key=lambda line: line.seconds, default=None)
     evidence = f"rank {shown.rank}: {whole.calls:,} calls of at least 64 KiB"
@@ -145,66 +138,3 @@ def _late(profile: Profile, shown: RankProfile) -> Cause | None:
     come, them = ("comes", "it") if len(ranks) == 1 else ("come", "them")
     what = f"{name_ranks(ranks).capitalize()} mostly {come} last to the collectives, and the others wait for {them}."
     return _of_job("late", sum(costs[rank] for rank in ranks), shown, evidence, what, WHY_LATE, ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileFinding:
-    """What was found.
-
-    Attributes:
-        name: a word for programs, such as "negotiation".
-        text: full sentences.
-    """
-
-    name: str
-    text: str
-
-
-def findings(profile: Profile, shown: RankProfile) -> list[ProfileFinding]:
-    """All findings on the rank that is shown; those that do not apply are left out."""
-    found = (_negotiation(profile, shown), _negotiation_waits(shown))
-    return [finding for finding in found if finding is not None]
-
-
-def _negotiation(profile: Profile, shown: RankProfile) -> ProfileFinding | None:
-    """Horovod's bit vectors among the allreduces, and what would make them fewer."""
-    rows = shown.of(CONTROL, "MPI_Allreduce")
-    vectors = measures.total(rows)
-    everything = measures.total(row for row in shown.calls if row.routine == "MPI_Allreduce")
-    if not vectors.calls or everything.seconds <= 0:
-        return None
-    share = vectors.seconds / everything.seconds
-    least = min(row.average_bytes or 0 if row.least_bytes is None else row.least_bytes for row in rows)
-    most = max(row.average_bytes or 0 if row.most_bytes is None else row.most_bytes for row in rows)
-    size = f"{least:.0f} bytes" if least == most else f"{least:.0f} to {most:.0f} bytes"
-    how = "" if profile.certain(shown) else ", by its size and number"
-    text = (
-        f"{share_text(vectors.calls / everything.calls)} of the allreduces ({vectors.calls:,} of {everything.calls:,}) "
-        f"are {size}: Horovod's negotiation{how}. On rank {shown.rank} they take {share_text(share)} "
-        f"of the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
-    )
-    if share >= _LARGE_SHARE:
-        text += f" {_WHOSE_TIME}"
-    return ProfileFinding("negotiation", text)
-
-
-def _negotiation_waits(shown: RankProfile) -> ProfileFinding | None:
-    """A few bytes take microseconds; more is waiting for a rank that comes later, or for a core."""
-    rows = shown.of(CONTROL, "MPI_Allreduce")
-    vectors = measures.total(rows)
-    if vectors.calls < _ENOUGH_CALLS:
-        return None
-    mean, fastest = vectors.seconds / vectors.calls, min((row.fastest_s or 0.0 for row in rows), default=0.0)
-    if mean < 1e-4 or mean < 10 * fastest:
-        return None
-    at_best = f", {duration_text(1e6 * fastest)} at the fastest" if fastest else ""
-    return ProfileFinding(
-        "negotiation waits",
-        f"A negotiation takes {duration_text(1e6 * mean)} on average{at_best}: so few bytes need microseconds, the "
-        "rest is waiting for ranks that come later, or for a core where ranks have too few for the training and "
-        "Horovod's thread.",
-    )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 10 else duration_text(1e6 * seconds)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
 
 from hvdkit.common.commands import AT_LEAST_0, group_of
-from hvdkit.common.json_files import Document, Part
+from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.causes import Cause, by_cost, verdict
 from hvdkit.read.mpi_profile import measures, reading
-from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, ProfileFinding, causes, findings, otherwise
+from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, WHOSE_TIME, causes, otherwise
 from hvdkit.read.mpi_profile.model import CONTROL, PURPOSES, Profile, RankProfile
 
 SUBCOMMANDS = {
-    "show": ("hvdkit.read.mpi_profile.cli:show", "Print routines, sizes, control and payload, findings."),
+    "show": ("hvdkit.read.mpi_profile.cli:show", "Print routines, sizes, control and payload."),
 }
 
 
@@ -79,23 +79,6 @@ _GUESSED = (
 )
 
 
-class Purposes(Part, frozen=True):
-    """What the rank that is shown spent on each purpose.
-
-    Attributes:
-        certain: control is known, not told from payload by size and number.
-        horovod: Horovod negotiated over MPI.
-        payload, control, synchronisation, management: each.
-    """
-
-    certain: bool
-    horovod: bool
-    payload: measures.Sums
-    control: measures.Sums
-    synchronisation: measures.Sums
-    management: measures.Sums
-
-
 class ShownProfile(Document, frozen=True):
     """What MPI did in a job, whatever recorded it; None is what the files do not say.
 
@@ -105,17 +88,17 @@ class ShownProfile(Document, frozen=True):
         size: ranks of the job.
         missing: ranks without a record.
         mpi_seconds: in MPI, over every rank that a file tells it of.
-        shown_rank: routines, sizes, traffic and findings are of this rank.
+        shown_rank: routines, sizes and traffic are of this rank.
         routines, sizes: in the order of time.
-        traffic: by purpose.
+        certain: control is known, not told from payload by size and number.
+        traffic: sums by purpose: "payload", "control", "synchronisation" and "management".
         ranks: all that there is a record of.
         causes: what costs the job time, the one that costs the largest share first.
-        findings: what stands out.
         notes: what a reader should know, full sentences.
     """
 
     kind = "mpi-profile"
-    schema = 2
+    schema = 3
     written_by = "hvdkit mpi-profile show --json"
 
     source: str
@@ -126,10 +109,10 @@ class ShownProfile(Document, frozen=True):
     shown_rank: int
     routines: tuple[measures.Routine, ...]
     sizes: tuple[measures.Size, ...]
-    traffic: Purposes
+    certain: bool
+    traffic: dict[str, measures.Sums]
     ranks: tuple[RankProfile, ...]
     causes: tuple[Cause, ...]
-    findings: tuple[ProfileFinding, ...]
     notes: tuple[str, ...]
 
 
@@ -137,10 +120,12 @@ def shown_as(profile: Profile, shown: RankProfile) -> ShownProfile:
     """The profile with all that is said of it.
 
     Args:
-        shown: the rank that routines, sizes and findings are about.
+        shown: the rank that routines and sizes are about.
     """
-    certain, purposes = profile.certain(shown), {name: measures.total(shown.of(name)) for name in PURPOSES}
+    certain = profile.certain(shown)
     notes = [profile.missing_text] if profile.missing else []
+    if shown.horovod:
+        notes.append(WHOSE_TIME)
     if shown.horovod and not certain:
         notes.append(_GUESSED)
     return ShownProfile(
@@ -152,16 +137,16 @@ def shown_as(profile: Profile, shown: RankProfile) -> ShownProfile:
         shown_rank=shown.rank,
         routines=tuple(measures.routines(profile, shown)),
         sizes=tuple(measures.sizes(profile, shown)),
-        traffic=Purposes(certain, shown.horovod, **purposes),
+        certain=certain,
+        traffic={name: measures.total(shown.of(name)) for name in PURPOSES},
         ranks=profile.ranks,
         causes=tuple(by_cost(causes(profile, shown))),
-        findings=tuple(findings(profile, shown)),
         notes=(*notes, *profile.notes, NOT_SEEN),
     )
 
 
 def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
-    """The verdict, what the rank that is shown did, how far the ranks differ, and what was found."""
+    """The verdict, what the rank that is shown did, and how far the ranks differ."""
     elapsed = "" if shown.seconds is None else f" of {shown.seconds:.3f} s"
     library = f", {profile.library}" if profile.library else ""
     first = verdict(found.causes, otherwise(shown))
@@ -173,7 +158,7 @@ def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
         f"{shown.mpi_seconds:.3f} s{elapsed} in MPI",
         _routines(found, several=len(profile.ranks) > 1),
         Table.of([one for one in found.sizes if one.bytes], _SIZES, _SIZES_LEFT, "By size of a call"),
-        _purposes(shown),
+        _purposes(found.traffic, shown.mpi_seconds),
     ]
     if len(profile.mpi_seconds) > 1 and found.mpi_seconds is not None:
         over = found.mpi_seconds
@@ -182,7 +167,6 @@ def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
             f"{over.median:.3f} s, most {over.most:.3f} s (rank {over.most_rank}), imbalance "
             f"{share_text(over.imbalance)}"
         )
-    parts += [f"- {finding.text}" for finding in found.findings]
     return Page([*parts, *(f"Note: {note}" for note in found.notes)])
 
 
@@ -232,8 +216,7 @@ _SIZES: dict[str, Callable[[measures.Size], object]] = {
 _SIZES_LEFT = ("MPI routine", "purpose", "bytes")
 
 
-def _purposes(shown: RankProfile) -> Table:
-    whole = shown.mpi_seconds
+def _purposes(traffic: Mapping[str, measures.Sums], whole: float) -> Table:
     cells: dict[str, Callable[[tuple[str, measures.Sums]], object]] = {
         "purpose": lambda row: row[0],
         "#calls": lambda row: row[1].calls,
@@ -241,5 +224,4 @@ def _purposes(shown: RankProfile) -> Table:
         "time (s)": lambda row: f"{row[1].seconds:.3f}",
         "share": lambda row: share_text(row[1].seconds / whole) if whole > 0 else None,
     }
-    totals = [(name, measures.total(shown.of(name))) for name in PURPOSES]
-    return Table.of(totals, cells, title="What it was for")
+    return Table.of(list(traffic.items()), cells, title="What it was for")

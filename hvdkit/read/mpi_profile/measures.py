@@ -127,8 +127,9 @@ def routines(profile: Profile, shown: RankProfile) -> list[Routine]:
     """Every routine that a rank called, in the order of time."""
     found = []
     for name in {row.routine for row in shown.calls}:
-        seconds = {rank.rank: total(profile.of(rank, name)).seconds for rank in profile.ranks}
-        found.append(Routine(**asdict(total(profile.of(shown, name))), routine=name, ranks=spread(seconds)))
+        sums = {rank.rank: total(row for row in rank.calls if row.routine == name) for rank in profile.ranks}
+        seconds = {rank: of_rank.seconds for rank, of_rank in sums.items()}
+        found.append(Routine(**asdict(sums[shown.rank]), routine=name, ranks=spread(seconds)))
     return sorted(found, key=lambda one: (-one.seconds, one.routine))
 
 

@@ -30,19 +30,19 @@ def _named(words: str) -> frozenset[str]:
     return frozenset(f"MPI_{word}" for word in words.split())
 
 
-NON_BLOCKING = _named("Isend Ibsend Issend Irsend Irecv Imrecv Start Startall Put Get Accumulate")
-"""Of those that are no collectives; such a call begins a transfer and does not wait for its end."""
-COMPLETIONS = _named(
-    "Wait Waitall Waitany Waitsome Test Testall Testany Testsome Probe Iprobe Mprobe Improbe Win_fence"
+_SYNCHRONISES = _named(
+    "Barrier Ibarrier Wait Waitall Waitany Waitsome Test Testall Testany Testsome Probe Iprobe Mprobe Improbe Win_fence"
 )
-"""What waits for a transfer that was begun before, or for a message."""
-BARRIERS = _named("Barrier Ibarrier")
+"""Barriers, and what waits for a transfer that was begun before, or for a message."""
 COLLECTIVES = _named(
     "Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
     "Reduce_scatter Reduce_scatter_block Scan Exscan"
 )
 """The blocking ones that move data."""
-POINT_TO_POINT = _named("Send Bsend Ssend Rsend Recv Mrecv Sendrecv Sendrecv_replace")
+_POINT_TO_POINT = _named(
+    "Send Bsend Ssend Rsend Recv Mrecv Sendrecv Sendrecv_replace Isend Ibsend Issend Irsend Irecv Imrecv Put Get "
+    "Accumulate"
+)
 CONTROL, PAYLOAD, SYNCHRONISATION, MANAGEMENT = "control", "payload", "synchronisation", "management"
 PURPOSES = (PAYLOAD, CONTROL, SYNCHRONISATION, MANAGEMENT)
 """Data; Horovod's negotiation; barriers, and waiting for what was begun before; communicators and queries."""
@@ -67,7 +67,7 @@ class Calls(Part, frozen=True):
         seconds: in all of them together.
         bytes: in all of them together, as this rank hands them in; None where the file does not say.
         least_bytes, most_bytes: of one call; None where it is not known.
-        fastest_s, slowest_s: seconds of one call; None where it is not known.
+        fastest_s: seconds of the fastest call; None where it is not known.
         wait_s: of ``seconds``, until all ranks were there; None where that was not measured.
         processes: of the communicator; None where it is not known.
         caller: library or program that called, such as "horovod"; "" where it is not known.
@@ -83,7 +83,6 @@ class Calls(Part, frozen=True):
     least_bytes: float | None = None
     most_bytes: float | None = None
     fastest_s: float | None = None
-    slowest_s: float | None = None
     wait_s: float | None = None
     processes: int | None = None
     caller: str = ""
@@ -137,8 +136,6 @@ class Profile:
         mpi_seconds: seconds in MPI of every rank that some file tells them of, which can be more than ``ranks``.
         notes: what a reader should know of the files, full sentences.
         library: the MPI, "" where it is not known.
-        sums: by rank and routine, where files state them beside the parts, whose rounded numbers sum up to a little
-            else.
     """
 
     source: str
@@ -147,12 +144,6 @@ class Profile:
     mpi_seconds: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     library: str = ""
-    sums: Mapping[int, Mapping[str, Calls]] = field(default_factory=dict)
-
-    def of(self, rank: RankProfile, routine: str) -> list[Calls]:
-        """The calls of a routine on a rank: the sum that the file states, else all parts."""
-        stated = self.sums.get(rank.rank, {}).get(routine)
-        return [row for row in rank.calls if row.routine == routine] if stated is None else [stated]
 
     def certain(self, rank: RankProfile) -> bool:
         """Whether the purposes of a rank's calls are known, not told from sizes."""
@@ -194,10 +185,9 @@ def with_purposes(profile: Profile) -> Profile:
 def _purpose(routine: str) -> str:
     """What a routine is for that is no negotiation of Horovod: it moves data, now or later, or waits, or neither."""
     begins_collective = routine.startswith("MPI_I") and f"MPI_{routine[5:].capitalize()}" in COLLECTIVES
-    begins_message = routine in NON_BLOCKING and not routine.startswith("MPI_Start")
-    if routine in COLLECTIVES or routine in POINT_TO_POINT or begins_message or begins_collective:
+    if routine in COLLECTIVES or routine in _POINT_TO_POINT or begins_collective:
         return PAYLOAD
-    return SYNCHRONISATION if routine in COMPLETIONS or routine in BARRIERS else MANAGEMENT
+    return SYNCHRONISATION if routine in _SYNCHRONISES else MANAGEMENT
 
 
 def _is_control(row: Calls) -> bool:
@@ -228,7 +218,7 @@ def _by_size(rows: Sequence[Calls]) -> list[bool]:
         return [False] * len(rows)
     reductions = [row for row in rows if row.routine == "MPI_Allreduce"]
     vectors = max(reductions, key=lambda row: row.calls, default=None)
-    if vectors is not None and not _is_bit_vector(vectors.average_bytes):
+    if vectors is not None and not _is_bit_vector(vectors.average_bytes or 0):
         vectors = None
     return [
         row is vectors
@@ -243,5 +233,5 @@ def _count(rows: Sequence[Calls], routine: str, size: float | None = None) -> in
     return sum(row.calls for row in rows if row.routine == routine and size in (None, row.average_bytes))
 
 
-def _is_bit_vector(size: float | None) -> bool:
-    return size is not None and 0 < size <= _LARGEST_VECTOR and abs(size / _WORD - round(size / _WORD)) < 1e-9
+def _is_bit_vector(size: float) -> bool:
+    return 0 < size <= _LARGEST_VECTOR and size % _WORD == 0

@@ -45,13 +45,6 @@ class Bin(Part, frozen=True, forbid_unknown_fields=False):
     most_seconds: _Seconds
     wait_seconds: _Seconds = 0.0
 
-    def __post_init__(self) -> None:
-        if not self.least_bytes <= self.bytes / self.calls <= self.most_bytes:
-            raise ValueError(
-                f"bytes is {self.bytes}, expected those of {self.calls} calls of {self.least_bytes} to "
-                f"{self.most_bytes}"
-            )
-
 
 class Group(Part, frozen=True):
     """Calls of one routine, caller, operation and type.
@@ -160,21 +153,20 @@ def _calls(file: RankFile) -> tuple[Calls, ...]:
     return tuple(
         Calls(
             routine=group.routine,
-            calls=one.calls,
-            seconds=one.seconds,
-            bytes=one.bytes,
-            least_bytes=one.least_bytes,
-            most_bytes=one.most_bytes,
-            fastest_s=one.least_seconds,
-            slowest_s=one.most_seconds,
-            wait_s=one.wait_seconds if file.wait_measured else None,
+            calls=of_size.calls,
+            seconds=of_size.seconds,
+            bytes=of_size.bytes,
+            least_bytes=of_size.least_bytes,
+            most_bytes=of_size.most_bytes,
+            fastest_s=of_size.least_seconds,
+            wait_s=of_size.wait_seconds if file.wait_measured else None,
             processes=group.processes or None,
             caller=group.caller,
             op=group.op,
             datatype=group.type,
         )
         for group in file.calls
-        for one in group.bins
+        for of_size in group.bins
     )
 
 

@@ -6,8 +6,8 @@
 
 The cost: rounds of 200 steps with and without a monitor take turns on every rank, so that the machine's moods meet both
 alike; the median of the pairs' differences counts. Windows have 50 steps.
-What is injected: in jobs of two ranks of each framework, steps of 30 ms, 20 ms of input, 20 % of computation, a program
-on a rank's core, or memory that grows; and jobs with nothing wrong, which share the minutes. Run it on a quiet machine.
+What is injected: in jobs of two ranks of each framework, steps of 30 ms, 20 ms of input, 20 % of computation, or a program
+on a rank's core; and jobs with nothing wrong, which share the minutes. Run it on a quiet machine.
 The false alarms: windows of 50 steps of 1,000 ranks, whose steps last 100 ms and have stalls of a distribution with
 heavy tails; none of them is worth a report.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 STEP_S, STEPS = 0.003, 200
-INJECTED = {"input": 0.4, "compute": 1 / 6, "host": 0.6, "memory": 0.1}
+INJECTED = {"input": 0.4, "compute": 1 / 6, "host": 0.6}
 """The shares of a step that causes take, of injected/injecting.py."""
 INJECTED_S = 25
 
@@ -117,7 +117,7 @@ def simulate(windows: int) -> None:
                 more[8 * host : 8 * host + 8] += 60 / steps
             work, zeros = 0.1 * constant + more, np.zeros(ranks)
             wait = work.max() - work
-            said = {"step": work + wait, "input": zeros, "compute": work, "wait": wait, "rss": zeros, "device": zeros}
+            said = {"step": work + wait, "input": zeros, "compute": work, "wait": wait}
             reports += len(scores.window((window + 1) * steps, steps, 60.0, said))
         print(f"| {name} | {1000 * reports / windows:.3g} |", flush=True)
 

@@ -1,4 +1,4 @@
-"""The history of a run on the root's disk: ``metrics.jsonl`` and ``metrics.csv``, valid whenever the job is killed.
+"""The history of a run on the root's disk, ``metrics.jsonl``, valid whenever the job is killed.
 
 A line is written at once and whole. A training that begins again from an earlier step, which takes its steps again,
 begins a new file with what was before that step, and one that finds damaged lines a file without these; the old file
@@ -7,10 +7,8 @@ stays beside it as ``metrics.N.jsonl``.
 
 from __future__ import annotations
 
-import csv
 import errno
 import fcntl
-import io
 import itertools
 import json
 import math
@@ -18,19 +16,16 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
-NAME, TABLE = "metrics.jsonl", "metrics.csv"
+NAME = "metrics.jsonl"
 _SYNC_S = 5.0
 """A machine that goes down may take so many seconds of the history with it; a job that is killed takes none."""
 _COUNTED = ("window", "checkpoint", "end")
 """Kinds of lines that say how far the training was."""
-_COLUMNS = ("time", "step", "epoch", "steps", "samples_per_s", "grad_norm")
-_MEANS = ("step", "input", "compute", "wait")
-_LARGEST = ("rss", "device")
 
 
 class History:
@@ -58,7 +53,6 @@ class History:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open(step)
-            self._write_table()
         except OSError as error:
             self._lose(error)
             return
@@ -111,8 +105,6 @@ class History:
             if kind != "window" or time.monotonic() - self._synced > _SYNC_S:
                 os.fsync(self._descriptor)
                 self._synced = time.monotonic()
-            if kind == "window":
-                self._add_row(line)
         except OSError as error:
             self._lose(error)
 
@@ -129,38 +121,10 @@ class History:
         warnings.warn(f"the history of this run is not kept: {self.path}: {why}; give a directory of its own that can "
                       "be written.", stacklevel=2)  # fmt: skip
 
-    # The table ------------------------------------------------------------------------------------------------------
-
-    def _write_table(self) -> None:
-        """All windows again: once at the start, and where a value has a new name."""
-        rows = [row_of(line) for line in read(self.path) if line["kind"] == "window"]
-        self._columns = list(dict.fromkeys([*_COLUMNS, *itertools.chain.from_iterable(rows)]))
-        fresh = self.path.with_name(f".{TABLE}")
-        fresh.write_text(_csv(self._columns, rows, header=True), encoding="utf-8")
-        fresh.replace(self.path.with_name(TABLE))
-
-    def _add_row(self, line: Mapping[str, Any]) -> None:
-        row = row_of(line)
-        if set(row) - set(self._columns):
-            self._write_table()
-            return
-        with self.path.with_name(TABLE).open("a", encoding="utf-8") as file:
-            file.write(_csv(self._columns, [row], header=False))
-
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The complete and valid lines of a history; none where there is no file."""
     return [line for _, line in _lines(path) if line is not None]
-
-
-def row_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What the table says of a window: times are means over the ranks, memory that of the rank with most."""
-    row = {name: line.get(name) for name in _COLUMNS}
-    for name in (*_MEANS, *_LARGEST):
-        known = [value for value in line["ranks"].get(name, ()) if value is not None]
-        of_all = (sum(known) / len(known) if name in _MEANS else max(known)) if known else None
-        row[f"{name}_s" if name in _MEANS else f"{name}_bytes"] = of_all
-    return {**row, **{f"log.{name}": value for name, value in line["logs"].items()}}
 
 
 def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
@@ -174,11 +138,17 @@ def _line(text: bytes) -> dict[str, Any] | None:
         line: dict[str, Any] = json.loads(text)
         if not text.endswith(b"\n") or not isinstance(line["kind"], str) or _step(line) < 0:
             return None
-        if line["kind"] == "window":
-            row_of(line)
+        if line["kind"] == "window" and not (isinstance(line["logs"], dict) and _is_of_ranks(line["ranks"])):
+            return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
     return line
+
+
+def _is_of_ranks(ranks: Any) -> bool:
+    """Whether it is numbers by name, None where one is not known."""
+    lists = [values for name, values in ranks.items() if name != "quantiles"]
+    return all(isinstance(value, int | float | None) for values in lists for value in values)
 
 
 def _step(line: Mapping[str, Any]) -> int:
@@ -193,12 +163,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value
-
-
-def _csv(columns: list[str], rows: Iterable[Mapping[str, Any]], *, header: bool) -> str:
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, lineterminator="\n")
-    if header:
-        table.writeheader()
-    table.writerows(rows)
-    return text.getvalue()

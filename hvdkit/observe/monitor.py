@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.observe.monitor_thread import MonitorThread
-from hvdkit.observe.root_sinks import RootSinks, checked_command, checked_trackers
+from hvdkit.observe.root_sinks import RootSinks, checked_trackers
 from hvdkit.observe.stragglers import Report
 from hvdkit.observe.windows import MOST_LOGS, Window, samples_of
 from hvdkit.steps import step_times
@@ -39,7 +39,7 @@ _CLOSING_S = 10.0
 _REPORT_S = 60.0
 _NUMBERS = itertools.count()
 _T = TypeVar("_T")
-OnReport = Callable[[Report], None] | str | Sequence[str]
+OnReport = Callable[[Report], None]
 
 
 class Monitor(ABC):
@@ -54,7 +54,7 @@ class Monitor(ABC):
 
     Every rank makes one with the same arguments, takes the same number of steps, and logs the same names. Once in
     ``every`` steps each rank tells the others 296 bytes, in a second thread, while the training goes on. The root
-    writes ``metrics.jsonl`` and ``metrics.csv`` (docs/monitor.md).
+    writes ``metrics.jsonl`` (docs/monitor.md).
 
     Args:
         directory: of the history, on the root's disk; a training that is resumed goes on in the same. None for
@@ -66,9 +66,8 @@ class Monitor(ABC):
             and ``fail()`` before ``close``; the root alone uses them. One that cannot be made is a warning.
         step: steps that were done before; default: those of the checkpoint that was restored, else 0.
         steps, epochs: of the whole training, where they are known: for those who want to see the time left.
-        on_report: what is done with a ``Report``: a function, called on every rank after the same step, so that it may
-            save a checkpoint or stop the training; or a command, which the root starts, with the report as JSON in the
-            variable HVDKIT_REPORT.
+        on_report: a function that is given each ``Report``, on every rank after the same step, so that it may save a
+            checkpoint or stop the training.
         check: called on every rank every ``check_every`` windows, such as ``lambda: hk.check_agreement(...)``.
     Raises:
         InvalidArgumentError: a number out of range, or an ``on_report`` or tracker that is none.
@@ -95,11 +94,13 @@ class Monitor(ABC):
         step, steps, epochs = (one if one is None else whole(name, one, 0) for name, one in optional.items())
         asked = directory or os.environ.get(step_times.MONITOR)
         where = Path(asked) if asked else None
-        command, named = checked_command(on_report), checked_trackers(trackers, where)
-        self._on_report = on_report if callable(on_report) else None
+        if not (on_report is None or callable(on_report)):
+            raise InvalidArgumentError(f"on_report must be a function, got {on_report!r}.")
+        named = checked_trackers(trackers, where)
+        self._on_report = on_report
         self._every, self._start, self._steps, self._epochs = every, step, steps, epochs
         self._check, self._check_every = check, check_every
-        self._new_sinks = functools.partial(RootSinks, where, named, command)
+        self._new_sinks = functools.partial(RootSinks, where, named)
         self._sinks: RootSinks | None = None
         self._thread: MonitorThread | None = None
         self._open = self._iterating = self._by_steps = self._closed = False

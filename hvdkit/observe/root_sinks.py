@@ -1,12 +1,8 @@
-"""Where the root tells what a monitor sees: the history on disk, trackers, a command on a report, its output."""
+"""Where the root tells what a monitor sees: the history on disk, trackers, its output."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
-import shlex
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +22,9 @@ class RootSinks:
     Args:
         directory: of the history; None for none.
         trackers: see ``checked_trackers``.
-        command: what is started on a report; None for nothing.
     """
 
-    def __init__(self, directory: Path | None, trackers: Sequence[Any], command: list[str] | None) -> None:
+    def __init__(self, directory: Path | None, trackers: Sequence[Any]) -> None:
         self._kept = directory is not None
         directory = directory or Path()
         self._history = History(directory, importlib.metadata.version("hvdkit"))
@@ -38,7 +33,6 @@ class RootSinks:
             # The root alone does: an error of its own would desert the others.
             made = _safely(named_trackers.tracker, one, directory) if isinstance(one, str) else one
             self._trackers += [] if made is None else [made]
-        self._command = command
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
@@ -61,14 +55,10 @@ class RootSinks:
 
     def report(self, report: Report) -> None:
         """Something is wrong."""
-        said = asdict(report)
-        self._history.write("report", **said)
+        self._history.write("report", **asdict(report))
         for tracker in self._trackers:
             _safely(tracker.report, report.text)
         sys.stderr.write(f"hvdkit monitor: {report.text}\n")
-        if self._command is not None:
-            environment = {**os.environ, "HVDKIT_REPORT": json.dumps(said)}
-            _safely(subprocess.Popen, self._command, env=environment, stdin=subprocess.DEVNULL)
 
     def checkpoint(self, step: int) -> None:
         """A checkpoint is complete."""
@@ -88,23 +78,6 @@ class RootSinks:
             if failed and callable(fail := getattr(tracker, "fail", None)):
                 _safely(fail)
             _safely(tracker.close)
-
-
-def checked_command(on_report: Any) -> list[str] | None:
-    """The words of a command; None for a function, which is none.
-
-    Raises:
-        InvalidArgumentError: it is neither.
-    """
-    if on_report is None or callable(on_report):
-        return None
-    try:
-        words = shlex.split(on_report) if isinstance(on_report, str) else on_report
-    except ValueError:  # a quotation without its end
-        words = []
-    if not isinstance(words, Sequence) or not words or not all(isinstance(word, str) for word in words):
-        raise InvalidArgumentError(f"on_report must be a function or a command, got {on_report!r}.")
-    return list(words)
 
 
 def checked_trackers(given: Any, directory: Path | None) -> list[Any]:

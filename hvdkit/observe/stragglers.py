@@ -1,7 +1,7 @@
 """Which ranks hold a job up, and what is wrong with it: scores of what all ranks say of each window of steps.
 
-A rank is compared with the median of all (the relative score) and with its own past (the history score). What is
-slow in one window is noise; what is slow in three windows in a row is reported, once until it is over.
+A rank is compared with the median of all. What is slow in one window is noise; what is slow in three windows in a row
+is reported, once until it is over.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _PAST = 10
 """Windows that a job needs to have a past."""
 _SLOWDOWN, _SLOWDOWN_S = 1.25, 30.0
 """A job is called slower than it was from this factor on, when it was so for so many seconds."""
-_GROWTH, _LEAST_GROWTH = 0.01, 8 << 20
-"""Share of its memory, and bytes, that a process gains in a window where it is called growing."""
 _LOSS_APART, _LOSS_SPREADS = 0.5, 6.0
 _MANY = 4
 """Ranks that are slow from the same window on beyond which one report names them all."""
@@ -48,10 +46,10 @@ class Report:
 
     Attributes:
         step: when it was seen.
-        about: "straggler", "slowdown", "memory" or "health".
+        about: "straggler", "slowdown" or "health".
         rank: whose; None where it is all ranks' or several ranks'.
         cause: "input", "compute", "blocked", "cores", "late" (by its input or computation, which of them is not known),
-            "random-late", "wait", "step" (what takes longer is not known), "memory", "nonfinite" or "loss".
+            "random-late", "wait", "step" (what takes longer is not known), "nonfinite" or "loss".
         since: step after which it began.
         cost: seconds per step that it costs the job.
         text: one sentence.
@@ -83,11 +81,9 @@ class Scores:
         self._behind = {name: np.zeros(size) for name in (*_MEASURED, "cost", "stalls")}
         self._measured: frozenset[str] = frozenset()
         self._computes_itself = False
-        self._past = np.full(size, np.nan)
         self._typical: deque[dict[str, float]] = deque(maxlen=512)
         self._slow_since: tuple[float, int] | None = None
         self._slow_told = False
-        self._memory = {"rss": _Growth(size, "memory"), "device": _Growth(size, "device memory")}
         self._apart = _Lasting(size)
         self._unhealthy: set[str] = set()
 
@@ -97,8 +93,8 @@ class Scores:
         Args:
             step: the last one of the window.
             steps, seconds: of the window.
-            ranks: "step", "input", "compute", "wait" (seconds per step), "rss", "device" (bytes), "loss", each (size,),
-                NaN where it is not known; and where it was measured "ran", "queued", "of_all" (seconds per step of the
+            ranks: "step", "input", "compute", "wait" (seconds per step), "loss", each (size,), NaN where it is not
+                known; and where it was measured "ran", "queued", "of_all" (seconds per step of the
                 processor), "typical" (seconds of a rank's own work in its median step) and "stalls" (steps in which it
                 does much more, 0 where that is in all of them).
         """
@@ -110,8 +106,6 @@ class Scores:
             reports += self._stragglers(step, first, ranks)
             reports += self._slowdown(step, first, ranks)
             reports += self._losses(step, first, ranks.get("loss"))
-        for name, growth in self._memory.items():
-            reports += growth.window(step, first, ranks[name])
         self._before = step
         return reports
 
@@ -153,10 +147,7 @@ class Scores:
         if "ran" in ranks:
             self._computes_itself = computes_itself(ranks["ran"], ranks["of_all"])
         new = self._late.window(slow, first)
-        reports = [self._straggler(step, group, own, of_host) for group, of_host in self._by_host(new, self._late.told)]
-        normal = ~slow & np.isfinite(own)
-        self._past[normal] = np.where(np.isnan(self._past), own, 0.9 * self._past + 0.1 * own)[normal]
-        return reports
+        return [self._straggler(step, group, of_host) for group, of_host in self._by_host(new, self._late.told)]
 
     def _by_host(self, new: list[int], told: npt.NDArray[np.bool_]) -> list[tuple[list[int], bool]]:
         """Ranks that are new among the slow ones: those of one host together where all of it is slow, and many."""
@@ -171,15 +162,13 @@ class Scores:
                 others += mine
         return groups + ([([rank], False) for rank in others] if len(others) <= _MANY else [(sorted(others), False)])
 
-    def _straggler(self, step: int, ranks: list[int], own: Floats, of_host: bool) -> Report:
-        """The report of these ranks, all of one host where ``of_host``; ``own``: seconds a step of each rank."""
+    def _straggler(self, step: int, ranks: list[int], of_host: bool) -> Report:
+        """The report of these ranks, all of one host where ``of_host``."""
         windows = self._late.windows[ranks]
         means = {name: float((self._behind[name][ranks] / windows).mean()) for name in self._measured}
         cause = self._cause(means)
         since = int(self._late.since[ranks].min())
         cost = max(0.0, means["cost"])
-        past = own[ranks] / self._past[ranks]
-        how = f" ({np.median(past):.3g} times its own past)" if np.isfinite(past).all() else ""
         if of_host:
             who, rank = f"Host {self._hosts[ranks[0]]} ({name_ranks(ranks)})", None
         elif len(ranks) > 1:
@@ -195,7 +184,7 @@ class Scores:
             longer = means[cause] if cause in ("input", "compute") else means["gap"]
             doing = DOING[cause][several]
             text = f"{who} {doing}: {_ms(longer)} more than the median rank in every step"
-        text += f"{how} since step {since}; it costs the job {_ms(cost)} a step."
+        text += f" since step {since}; it costs the job {_ms(cost)} a step."
         return Report(step, "straggler", rank, cause, since, cost, text)
 
     def _cause(self, means: dict[str, float]) -> str:
@@ -276,37 +265,6 @@ class _Lasting:
         new = (self.windows >= LASTING) & ~self.told
         self.told |= new
         return [int(rank) for rank in np.flatnonzero(new)]
-
-
-class _Growth:
-    """Memory that grows from window to window."""
-
-    def __init__(self, size: int, what: str) -> None:
-        self._what = what
-        self._last = np.full(size, np.nan)
-        self._begin = np.zeros(size)
-        self._lasting = _Lasting(size)
-
-    def window(self, step: int, first: int, held: Floats) -> list[Report]:
-        with np.errstate(invalid="ignore"):
-            grows = held - self._last > np.maximum(_LEAST_GROWTH, _GROWTH * held)
-        self._begin = np.where(self._lasting.windows == 0, self._last, self._begin)
-        self._last = np.array(held)
-        told = int(self._lasting.told.sum())
-        new = self._lasting.window(grows, first)
-        if not new:
-            return []
-        everybody = len(held) > 1 and bool((self._lasting.windows >= LASTING).all())
-        if everybody and told:
-            return []
-        reports = []
-        for rank in new[:1] if everybody else new:
-            since = int(self._lasting.since[rank])
-            each = (held[rank] - self._begin[rank]) / max(1, step - since)
-            who = "Every rank's" if everybody else f"Rank {rank}'s"
-            text = f"{who} {self._what} grows by {each / 1e6:.3g} MB a step since step {since}."
-            reports.append(Report(step, "memory", None if everybody else rank, "memory", since, 0.0, text))
-        return reports
 
 
 def own_work(ranks: Mapping[str, Floats]) -> Floats:

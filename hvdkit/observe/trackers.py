@@ -10,39 +10,35 @@ import importlib
 import importlib.util
 import math
 import os
-import shutil
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 
 
-class Tracker(Protocol):
-    """What ``hk.Monitor`` tells its windows to.
-
-    Where it has a method ``fail``, that is called before ``close`` when the training has failed.
-    """
+class Tracker:
+    """What ``hk.Monitor`` tells its windows to; one of your own needs ``log``, ``report`` and ``close`` alone."""
 
     def begin(self, step: int, steps: int | None = None) -> None:
         """A job begins after ``step`` steps of a training of ``steps`` (None: not known)."""
-        ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Finite numbers of the window that ends with ``step``, by name."""
-        ...
+        raise NotImplementedError
 
     def report(self, text: str) -> None:
         """A sentence about what is wrong."""
-        ...
+
+    def fail(self) -> None:
+        """The training has failed; ``close`` follows."""
 
     def close(self) -> None:
         """No more follows."""
-        ...
 
 
 _SHOWN = ("samples_per_s", "grad_norm", "step_s")
@@ -66,54 +62,23 @@ def bar(share: float, width: int) -> str:
     return "#" * done + "." * (width - done)
 
 
-class Progress:
-    """Shows how far a training is whenever it is told: a tracker of ``hk.Monitor``.
+class Progress(Tracker):
+    """Writes a line for each window to standard output: how far the training is, what was logged, and the time left."""
 
-    Args:
-        stream: where; default: standard output. Where that is no terminal each window is a line.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
-        self._terminal = self._stream.isatty()
-        self._steps: int | None = None
-        self._open = False
+    _steps: int | None = None
 
     def begin(self, _step: int, steps: int | None = None) -> None:
-        """A job has begun that ends after ``steps``."""
         self._steps = steps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The windows up to ``step`` are done."""
         words = [f"step {step}/{self._steps}" if self._steps else f"step {step}"]
         words += [f"{name} {value:.4g}" for name, value in values.items() if name not in _SHOWN]
         if "samples_per_s" in values:
             words.append(f"{values['samples_per_s']:.0f} samples/s")
         if self._steps and "step_s" in values and step < self._steps:
             words.append(f"{span_text((self._steps - step) * values['step_s'])} left")
-        self._show("  ".join(words), step / self._steps if self._steps else None)
-
-    def report(self, _text: str) -> None:
-        """Leave the line as it is, for what is written next."""
-        self.close()
-
-    def close(self) -> None:
-        """End the line."""
-        if self._open:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._open = False
-
-    def _show(self, text: str, share: float | None) -> None:
-        if not self._terminal:
-            self._stream.write(f"{text}\n")
-        else:
-            width = shutil.get_terminal_size().columns - 1
-            room = min(30, width - len(text) - 2)
-            drawn = f"{bar(share, room)}  " if share is not None and room > 4 else ""
-            self._stream.write(f"\r{(drawn + text)[:width]}\x1b[K")
-            self._open = True
-        self._stream.flush()
+        sys.stdout.write(f"{'  '.join(words)}\n")
+        sys.stdout.flush()
 
 
 def require_known(name: str) -> None:
@@ -147,16 +112,6 @@ def tracker(name: str, directory: str | os.PathLike[str]) -> Tracker:
     return _KINDS[name](path)
 
 
-def _import(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingFrameworkError(
-            f"the tracker {extra!r} needs {module.partition('.')[0]}, which cannot be imported ({error}); "
-            f"pip install 'hvdkit[{extra}]'."
-        ) from error
-
-
 def _same_id(file: Path, new: Callable[[], str]) -> str:
     """The id that a run of this directory had before, else a new one, which is kept."""
     if file.is_file() and (known := file.read_text(encoding="utf-8").strip()):
@@ -166,7 +121,7 @@ def _same_id(file: Path, new: Callable[[], str]) -> str:
     return made
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Writes event files to ``tensorboard/``; what an earlier job wrote of later steps is no longer shown.
 
     By the library's record writer, since its summary writer imports all of TensorFlow where that is installed.
@@ -176,10 +131,10 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._events = _import("tensorboard.compat.proto.event_pb2", "tensorboard")
-        self._summaries = _import("tensorboard.compat.proto.summary_pb2", "tensorboard")
-        self._text = _import("tensorboard.plugins.text.summary_v2", "tensorboard").text_pb
-        records = _import("tensorboard.summary.writer.record_writer", "tensorboard")
+        self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._text: Any = importlib.import_module("tensorboard.plugins.text.summary_v2").text_pb
+        records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         folder = directory / "tensorboard"
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}.hvdkit"
@@ -194,7 +149,7 @@ class TensorBoard:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._step = step
-        scalars = [self._summaries.Summary.Value(tag=name, simple_value=one) for name, one in values.items()]
+        scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=self._summaries.Summary(value=scalars))
 
     def report(self, text: str) -> None:
@@ -209,7 +164,7 @@ class TensorBoard:
         self._writer.flush()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run in ``MLFLOW_TRACKING_URI``, else in ``mlflow.db`` beside the history; reports are its description.
 
     Args:
@@ -219,12 +174,9 @@ class MLflow:
     _NOTE = "mlflow.note.content"
 
     def __init__(self, directory: Path) -> None:
-        mlflow = _import("mlflow", "mlflow")
-        self._metric = _import("mlflow.entities", "mlflow").Metric
+        mlflow: Any = importlib.import_module("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
-        if uri.startswith("sqlite:"):
-            _import("alembic", "mlflow")  # brings SQLAlchemy; neither comes with mlflow-skinny
-        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._metric, self._client = mlflow.entities.Metric, mlflow.MlflowClient(tracking_uri=uri)
 
         def new() -> str:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
@@ -236,27 +188,22 @@ class MLflow:
         self._client.update_run(self._run, status="RUNNING")
         self._status = "FINISHED"
 
-    def begin(self, step: int, steps: int | None = None) -> None:
-        """See ``Tracker``."""
-
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = time.time_ns() // 10**6
-        metrics = [self._metric(name, one, now, step) for name, one in values.items()]
-        self._client.log_batch(self._run, metrics=metrics)
+        self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
 
     def report(self, text: str) -> None:
         before = self._client.get_run(self._run).data.tags.get(self._NOTE, "")
         self._client.set_tag(self._run, self._NOTE, f"{before}- {text}\n")
 
     def fail(self) -> None:
-        """The training has failed."""
         self._status = "FAILED"
 
     def close(self) -> None:
         self._client.set_terminated(self._run, self._status)
 
 
-class WandB:
+class WandB(Tracker):
     """A run of Weights & Biases, offline unless ``WANDB_MODE`` says otherwise; ``wandb sync`` uploads it.
 
     Args:
@@ -264,7 +211,7 @@ class WandB:
     """
 
     def __init__(self, directory: Path) -> None:
-        wandb = _import("wandb", "wandb")
+        wandb: Any = importlib.import_module("wandb")
         mode = os.environ.get("WANDB_MODE", "offline")
         own = _same_id(directory / "wandb-run", lambda: uuid.uuid4().hex[:8])
         self._run = wandb.init(
@@ -274,9 +221,6 @@ class WandB:
         )  # fmt: skip
         self._exit_code = 0
 
-    def begin(self, step: int, steps: int | None = None) -> None:
-        """See ``Tracker``."""
-
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
@@ -284,14 +228,13 @@ class WandB:
         self._run.alert("hvdkit", text)
 
     def fail(self) -> None:
-        """The training has failed."""
         self._exit_code = 1
 
     def close(self) -> None:
         self._run.finish(self._exit_code)
 
 
-class Prometheus:
+class Prometheus(Tracker):
     """Writes ``metrics.prom`` for the textfile collector of a node exporter, whole or not at all.
 
     Args:
@@ -318,8 +261,7 @@ class Prometheus:
         self._write()
 
     def close(self) -> None:
-        """See ``Tracker``; what an earlier job wrote stays where this one took no step."""
-        if self._begun:
+        if self._begun:  # what an earlier job wrote stays where this one took no step
             self._write()
 
     def _write(self) -> None:

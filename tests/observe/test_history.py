@@ -1,6 +1,5 @@
 """observe/history.py: what is on the disk is valid after a kill, and has no step twice."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -25,7 +24,7 @@ def steps_of(path):
     return [line["step"] for line in read(path) if line["kind"] == "window"]
 
 
-def test_a_history_is_lines_of_json_and_a_table(tmp_path):
+def test_a_history_is_lines_of_json(tmp_path):
     begin(tmp_path / "new" / "run", 0, 10, 20, loss=float("nan")).close()
     path = tmp_path / "new" / "run" / "metrics.jsonl"
     first, *windows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -35,25 +34,6 @@ def test_a_history_is_lines_of_json_and_a_table(tmp_path):
     }  # fmt: skip
     assert [line["step"] for line in windows] == [10, 20]
     assert windows[0]["logs"] == {"loss": None}
-    rows = list(csv.DictReader(path.with_suffix(".csv").open()))
-    assert [row["step"] for row in rows] == ["10", "20"]
-    assert (rows[0]["step_s"], rows[0]["input_s"], rows[0]["rss_bytes"], rows[0]["device_bytes"]) == (
-        "1.0",
-        "0.1",
-        "2",
-        "",
-    )
-    assert rows[0]["log.loss"] == ""
-
-
-def test_a_new_name_makes_the_table_anew(tmp_path):
-    history = begin(tmp_path, 0, 10, loss=1.0)
-    history.write(
-        "window", step=20, epoch=0, steps=10, samples_per_s=1, logs={"accuracy": 2.0}, ranks=RANKS, grad_norm=1
-    )
-    history.close()
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    assert [(row["log.loss"], row["log.accuracy"]) for row in rows] == [("1.0", ""), ("", "2.0")]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +68,6 @@ def test_a_damaged_line_takes_nothing_with_it_that_follows(tmp_path):
     assert len(caught) == 1
     assert steps_of(path) == [10, 30, 40]
     assert all(map(json.loads, path.read_bytes().splitlines()))
-    assert [row["step"] for row in csv.DictReader((tmp_path / "metrics.csv").open())] == ["10", "30", "40"]
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == damaged
 
 
@@ -107,7 +86,6 @@ def test_a_training_that_goes_back_has_no_step_twice_and_loses_nothing(tmp_path)
     begin(tmp_path, 0, 10).close()
     assert steps_of(path) == [10]
     assert steps_of(tmp_path / "metrics.2.jsonl") == [10, 20, 30, 40]
-    assert [row["step"] for row in csv.DictReader((tmp_path / "metrics.csv").open())] == ["10"]
 
 
 def test_a_history_that_begins_again_is_no_other_job(tmp_path):
@@ -133,7 +111,7 @@ history.write("end", step=5)
     first.write("end", step=10)
     first.close()
     assert [line["kind"] for line in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_history_that_cannot_be_written_is_one_warning(tmp_path):

@@ -191,14 +191,6 @@ def test_what_is_done_with_a_report(tmp_path, capfd):
     assert "hvdkit monitor: Rank 0: a logged value" in capfd.readouterr().err
     (line,) = [one for one in read(tmp_path / "a" / "metrics.jsonl") if one["kind"] == "report"]
     assert (line["about"], line["rank"], line["cause"], line["since"], line["cost"]) == ("health", 0, "nonfinite", 1, 0)
-    out = tmp_path / "out.json"
-    code = f"import os, pathlib; pathlib.Path({str(out)!r}).write_text(os.environ['HVDKIT_REPORT'])"
-    with Monitor(tmp_path / "b", WORLD, every=5, on_report=[sys.executable, "-c", code]) as watching:
-        train(watching, 5, loss=math.inf)
-    deadline = time.monotonic() + 120
-    while not (out.exists() and out.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert json.loads(out.read_text())["cause"] == "nonfinite"
 
 
 def test_gradients_that_are_not_finite_are_named_when_it_lasts(tmp_path):
@@ -272,14 +264,13 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
         ({"step": -1}, "step must be an integer >= 0"),
         ({"steps": 1e3}, "steps must be an integer >= 0"),
         ({"epochs": "3"}, "epochs must be an integer >= 0"),
-        ({"on_report": "mail 'root"}, "on_report must be a function or a command"),
         ({"trackers": "mlflow"}, "trackers must be a list"),
         (
             {"directory": None, "trackers": ["progress", "prometheus"]},
             "'prometheus' needs a directory, got None",
         ),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
-        ({"on_report": 3}, "on_report must be a function or a command, got 3"),
+        ({"on_report": 3}, "on_report must be a function, got 3"),
     ],
 )
 def test_wrong_arguments(tmp_path, options, said):

@@ -292,9 +292,8 @@ def test_batches_of_no_loader_are_not_called_computation(tmp_path, longer, kind,
     job.compute[1, np.arange(STEPS) % 3 > 0] += 0.02
     times = job.times()
     for at, rank in enumerate(list(times)):
-        steps = tuple(replace(step, given=step.asked) for step in rank.steps)
-        like = rank if longer else times[0]
-        times[at] = replace(rank, steps=steps, cores=None if longer is None else like.cores)
+        used = None if longer is None else (rank if longer else times[0]).steps[0].used
+        times[at] = replace(rank, steps=tuple(replace(step, given=step.asked, used=used) for step in rank.steps))
     (cause,) = step_causes.look(times, tmp_path / "steps").causes
     assert (cause.kind, cause.ranks) == (kind, (1,)) and says in cause.what
     assert ("record_steps" in cause.advice) == (kind == "late")
@@ -307,12 +306,8 @@ def test_steps_of_a_validation_do_not_hide_the_others(tmp_path):
     mixed = [
         RankTimes(
             rank.rank,
-            tuple(
-                Step(step.asked, step.given, None if at % 5 == 4 else step.ready, step.ended)
-                for at, step in enumerate(rank.steps)
-            ),
+            tuple(replace(step, ready=None if at % 5 == 4 else step.ready) for at, step in enumerate(rank.steps)),
             rank.host,
-            rank.cores,
         )
         for rank in times
     ]

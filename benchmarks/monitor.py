@@ -6,8 +6,8 @@
 
 The cost: rounds of 200 steps with and without a monitor take turns on every rank, so that the machine's moods meet both
 alike; the median of the pairs' differences counts. Windows have 50 steps.
-What is injected: in jobs of two ranks of each framework, steps of 30 ms, 20 ms of input, 20 % of computation, or a program
-on a rank's core; and jobs with nothing wrong, which share the minutes. Run it on a quiet machine.
+What is injected: in jobs of two ranks of each framework, steps of 30 ms, 20 ms of input, 20 % of computation, or a
+program on a rank's core; and jobs with nothing wrong, which share the minutes. Run it on a quiet machine.
 The false alarms: windows of 50 steps of 1,000 ranks, whose steps last 100 ms and have stalls of a distribution with
 heavy tails; none of them is worth a report.
 """

@@ -2,8 +2,7 @@
 
     watched.py CAUSE STRENGTH FRAMEWORK SECONDS DIRECTORY
 
-What ``benchmarks/monitor.py --injected`` starts. Besides injecting.py's causes: memory, of which rank 1 takes more in
-each step.
+What ``benchmarks/monitor.py --injected`` starts.
 """
 
 import sys
@@ -13,22 +12,13 @@ import numpy as np
 
 FRAMEWORK, SECONDS, DIRECTORY = sys.argv[3], float(sys.argv[4]), sys.argv[5]
 STEPS = int(SECONDS / injecting.STEP_S)
-MEMORY_STEP = 1 << 19
-"""Bytes."""
 FEATURES = 16
-held = []
 
 
 def samples(hidden=0.0):
     for _ in range(STEPS):
         injecting.sample(hidden)
         yield np.ones((4, FEATURES), "float32")
-
-
-def compute():
-    injecting.compute()
-    if injecting.CAUSE == "memory" and injecting.RANK == injecting.SLOW:
-        held.append(np.ones(MEMORY_STEP // 8))
 
 
 def torch_loop():
@@ -44,7 +34,7 @@ def torch_loop():
         for x in monitor(samples()):
             optimizer.zero_grad()
             loss = model(torch.from_numpy(x)).square().mean()
-            compute()
+            injecting.compute()
             loss.backward()
             optimizer.step()
             monitor.log(loss=loss)
@@ -70,7 +60,7 @@ def tensorflow_loop():
 
     with hk.Monitor(DIRECTORY, world) as monitor:
         for x in monitor(samples()):
-            compute()
+            injecting.compute()
             monitor.log(loss=train(tf.constant(x)))
 
 

@@ -86,6 +86,7 @@ def _rows(lines: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _calls(sections: Mapping[str, list[str]]) -> dict[Site, Calls]:
+    """The calls of each site on each rank; ``sections``: see ``_sections``."""
     functions = {}
     for words in _rows(sections.get(_SITES, [])):  # ID, level, file or address, line number, function, MPI call
         if len(words) >= 5 and words[1] == "0":

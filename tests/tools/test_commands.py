@@ -138,7 +138,7 @@ def test_any_other_name_that_is_too_long_is_one_sentence(words, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [["doctor", "--timeout"], ["doctor", "--job", "--timeout"]],
+    [["doctor", "--timeout"], ["doctor", "--job", "--timeout"], ["diff", "a", "b", "--fail-below"]],
     ids=name,
 )
 def test_what_is_no_number_is_in_no_range(words, capsys):

@@ -80,7 +80,7 @@ def monitored(folder, wait=0.001, windows=8):
     return folder
 
 
-def benched(path, seconds, noise=0.01, repeats=5, mode="strong", parts=None):
+def benched(path, seconds, noise=0.01, repeats=5, mode="strong", asked=(), parts=None):
     """``seconds``: number of ranks to seconds of all the work; ``parts``: of a step of 10, with as many seconds."""
     rng = np.random.default_rng([repeats, len(path.name)])
     jobs = []
@@ -93,7 +93,7 @@ def benched(path, seconds, noise=0.01, repeats=5, mode="strong", parts=None):
                 steps = JobSteps(10, took / 10, 1.0, took / 10, each)
             jobs.append(bench.MeasuredJob(n, repeat, 1.0, took, steps))
     environment = WithCommit("1", "3.11", "Linux", {}, 4, None)
-    question = ScalingAsked(("train.py",), (), tuple(sorted(seconds)), mode, repeats)
+    question = ScalingAsked(("train.py",), (), tuple(sorted({*seconds, *asked})), mode, repeats)
     bench.write(path, bench.ScalingResults(question, environment, (), (), jobs))
     return path
 
@@ -176,6 +176,8 @@ def test_timelines_without_steps_and_those_of_other_tensors(tmp_path):
     found = diff(a, b)
     assert changes(found, "whole") == {} and any("No steps are found" in note for note in found.notes)
     assert changes(found, "detail")["collective of t"].explains_s == pytest.approx(1e-4, rel=0.4)
+    with pytest.raises(InvalidArgumentError, match="fail-below"):
+        diff(a, b, 0.9)
 
 
 def test_of_traces_the_operator_and_what_communication_exposes(tmp_path):
@@ -278,9 +280,42 @@ def test_of_emulations_sizes_steps_and_the_wait_for_the_last_rank(tmp_path):
     assert "Only in B: allreduce of 1600 bytes, step of 2 allreduces, 2.40 kB." in other.notes
 
 
+# When it fails
+
+
+@pytest.mark.parametrize(
+    ("after", "noise", "below"),
+    [
+        ({1: 4.0, 2: 2.0}, 0.01, ()),
+        ({1: 4.0, 2: 2.5}, 0.01, ("work (closing line) on 2 ranks",)),
+        ({1: 4.0, 2: 2.02}, 0.005, ()),
+        ({1: 3.0, 2: 1.5}, 0.01, ()),
+    ],
+    ids=["the same", "slower on 2 ranks", "hardly slower", "faster"],
+)
+def test_it_fails_when_the_second_is_slower_beyond_noise(tmp_path, after, noise, below):
+    a, b = benched(tmp_path / "a.json", {1: 4.0, 2: 2.0}, noise), benched(tmp_path / "bb.json", after, noise)
+    assert diff(a, b, 0.95).below == below and diff(a, b).below == ()
+
+
+def test_a_slower_median_within_noise_does_not_fail(tmp_path):
+    a, b = (emulated(tmp_path / name, {40: mean}, 12, 0.5) for name, mean in (("a", 0.1), ("b", 0.105)))
+    speed = diff(a, b, 0.99).changes[0].speed
+    assert speed.value < 0.99 < speed.high and diff(a, b, 0.99).below == ()
+
+
 def test_single_repeats_are_compared_by_their_value(tmp_path):
     a, b = (benched(tmp_path / name, {2: mean}, 0.001, 1) for name, mean in (("a", 2.0), ("b", 2.2)))
     assert diff(a, b).changes[0].sure is None and diff(a, b).changes[0].speed.value == pytest.approx(1 / 1.1, rel=0.01)
+
+
+@pytest.mark.parametrize(("asked", "gone"), [((1, 2), True), ((1,), False)], ids=["its jobs failed", "not asked for"])
+def test_what_the_second_could_not_measure_any_more_fails(tmp_path, asked, gone):
+    a = benched(tmp_path / "a.json", {1: 4.0, 2: 2.0, 4: 1.0})
+    b = benched(tmp_path / "b.json", {1: 4.0, 8: 1.0}, asked=asked)
+    found = diff(a, b, 0.5)
+    assert found.below == ("work (closing line) on 2 ranks",) * gone
+    assert any(note.startswith("Only in A: work (closing line) on 2 ranks, ") for note in found.notes)
 
 
 # What is said and what is refused
@@ -293,9 +328,10 @@ def test_the_command_says_the_change_first(tmp_path, capsys):
     first = out.splitlines()[0]
     assert first.startswith("The step takes 3.") and first.endswith(" ms).") and "collective of t<1>\\x1b (+" in first
     assert "\x1b" not in out and "details (1 of 2)" not in out
-    assert cli.run(["diff", a, b, "--top", "1"]) == 0
-    assert "details (1 of 2)" in capsys.readouterr().out
-    assert cli.run(["diff", b, a, "--json"]) == 0
+    assert cli.run(["diff", a, b, "--top", "1", "--fail-below", "0.9"]) == 1
+    out = capsys.readouterr().out
+    assert "details (1 of 2)" in out and "step: its speed is below the limit" in out
+    assert cli.run(["diff", b, a, "--fail-below", "0.9", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["kind"], values["of"]) == ("diff", "timeline")
     assert values["changes"][0]["before_s"]["value"] == pytest.approx(5.2e-3, rel=0.1)

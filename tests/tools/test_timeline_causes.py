@@ -41,6 +41,8 @@ HEALTHY = TimelineSummary(
     path="timeline.json",
     start_time_since_epoch=0,
     origin=0.0,
+    since=0.0,
+    until=1e7,
     duration=1e7,
     events=1,
     operations=2000,
@@ -187,6 +189,7 @@ def test_an_old_horovod_that_counts_from_the_start_of_the_machine_is_read_from_t
     events = [event for event in events if "start_time_since_epoch_in_micros" not in event.get("args", {})]
     path = write(tmp_path / "timeline.json", events)
     assert 0 < summarize(path).duration < 10_000
+    assert summarize(path, until=0.0003).operations == 1 and summarize(path, since=0.0002).operations == 2
 
 
 def test_the_fusion_buffer_is_named_where_it_is_the_reason():

@@ -16,6 +16,7 @@ from timeline_files import ATPESC, DATA, REAL
 
 from hvdkit.cli import run
 from hvdkit.common import json_files
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import measures, show, summarize
 from hvdkit.read.timeline.columns import collect, exchanges
 from hvdkit.read.timeline.reader import read
@@ -95,10 +96,13 @@ class Writer:
         self.events += [{"ph": "E", "ts": now, "pid": pid, "args": args} for pid in pids]
         return now
 
-    def summary(self, tmp_path):
+    def cycles(self, times):
+        self.events += [{"ph": "i", "name": "CYCLE_START", "ts": time, "s": "g"} for time in times]
+
+    def summary(self, tmp_path, **part):
         path = tmp_path / "timeline.json"
         path.write_text(json.dumps(self.events))
-        return summarize(path)
+        return summarize(path, **part)
 
 
 def steps_of(writer, count=10, period=10_000, batches=(("a", "b"), ("c",)), **options):
@@ -174,6 +178,30 @@ def test_a_fused_exchange_goes_from_its_first_tensor_to_its_last(tmp_path):
     writer.summary(tmp_path)
     columns = collect(read(tmp_path / "timeline.json"))
     assert exchanges(columns, np.ones(3, bool)).times.tolist() == [102]
+
+
+@pytest.mark.parametrize("boot", [0, 5_000_000_000])
+def test_a_part_counts_from_the_first_event_whatever_the_clock_of_the_file(tmp_path, boot):
+    writer = Writer()
+    for step in range(6):
+        late = {0: 0, 1: 200 if step < 3 else 0, 2: 0 if step < 3 else 900}
+        writer.exchange(("a",), boot + 7000 + step * 10_000, ticks=late)
+    writer.cycles(range(boot + 7000, boot + 60_000, 1000))
+    part, whole = writer.summary(tmp_path, since=0.01, until=0.03), writer.summary(tmp_path)
+    assert (part.operations, part.origin, part.since, part.ranks) == (2, boot + 7000, 10_000, 3)
+    assert part.cycle.count < whole.cycle.count
+    assert (whole.since, whole.until) == (0, pytest.approx(50_000 + whole.tensors[0].phases["whole"].max))
+    early, late = writer.summary(tmp_path, until=0.03), writer.summary(tmp_path, since=0.03)
+    assert [rank.last for rank in early.skew.ranks] == [0, 3, 0], "ticks stay with their operations"
+    assert [rank.last for rank in late.skew.ranks] == [0, 0, 3] and late.skew.spread.p50 == 900
+    assert early.steps.first == 10_000 and late.steps.first is None, "the first step is not in the part"
+    with pytest.raises(InvalidArgumentError, match="since before until"):
+        writer.summary(tmp_path, since=3, until=2)
+
+
+def test_a_part_without_operations_names_where_they_are(capsys):
+    assert run(["timeline", "summary", str(ATPESC), "--since", "1000"]) == 1
+    assert "whose operations end at 27.931 s" in capsys.readouterr().err
 
 
 def test_ticks_belong_to_the_operation_that_began_first_not_to_the_one_that_ended_first(tmp_path):

@@ -56,7 +56,7 @@ def bench() -> None:
 
     \b
       hvdkit bench scaling -n 1,2,4 -o results.json -- python train.py
-      hvdkit diff before.json results.json
+      hvdkit diff before.json results.json --fail-below 0.95
       hvdkit bench synthetic --framework torch --model mlp -n 2
 
     Each subcommand has its own --help with an example.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common.commands import AT_LEAST_0, PATH, print_any_name
+from hvdkit.common.commands import AT_LEAST_0, PATH, number, print_any_name
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import interval_text, number_text, shortened
@@ -40,8 +40,16 @@ COLUMNS: dict[str, Callable[[Change], object]] = {
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Details to list.")
+@click.option(
+    "--fail-below",
+    "limit",
+    type=float,
+    callback=number(0, above=True),
+    metavar="RATIO",
+    help="Exit with 1 when B's speed compared with A's is below this, with its whole 95% interval.",
+)
 @click.option("--json", "form", flag_value="json", help="Print one JSON object, with all details; times in seconds.")
-def diff(a: Path, b: Path, top: int, form: str | None) -> int:
+def diff(a: Path, b: Path, top: int, limit: float | None, form: str | None) -> int:
     """Say what a step took in A and takes in B, and what explains the change.
 
     A and B are two of one kind: step times of `launch --explain-job`, a monitor's metrics.jsonl, Horovod timelines,
@@ -52,14 +60,15 @@ def diff(a: Path, b: Path, top: int, form: str | None) -> int:
     Examples:
       hvdkit diff hvdkit-job-20250131-120000 hvdkit-job-20250131-130000
       hvdkit diff before.json after.json --top 5
-      hvdkit diff main.json branch.json --json | jq -e '.changes[0].speed.high > 0.95'
+      hvdkit diff main.json branch.json --fail-below 0.95
 
-    Exit status: 0, also when they differ; 1 when a file cannot be used; 2 for bad usage.
+    Exit status: 0, also when they differ; 1 when a speed is below --fail-below beyond chance or is not measured any
+    more, or when a file cannot be used; 2 for bad usage.
     """
     print_any_name()
-    found = compare(a, b)
+    found = compare(a, b, limit)
     _page(found, top).print(form, found)
-    return 0
+    return 1 if found.below else 0
 
 
 def _page(found: Difference, top: int) -> Page:
@@ -73,4 +82,5 @@ def _page(found: Difference, top: int) -> Page:
         if shown:
             heading = heading if shown == rows else f"{heading} ({len(shown)} of {len(rows)})"
             parts.append(Table.of(shown, {heading: lambda change: shortened(change.what, _NAME), **COLUMNS}))
+    parts += [f"{name}: its speed is below the limit, or it was not measured any more; failed." for name in found.below]
     return Page(parts, found.notes)

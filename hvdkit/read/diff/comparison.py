@@ -85,6 +85,7 @@ class Difference(Document, frozen=True):
         changes: the whole first, then its parts, then details; of the latter two the sure ones, and those that explain
             most, first.
         notes: what else is different, and what a reader should know, full sentences.
+        below: what of the whole is slower than was asked for, with its whole interval, or was not measured any more.
         confidence: of the intervals.
     """
 
@@ -98,10 +99,11 @@ class Difference(Document, frozen=True):
     verdict: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    below: tuple[str, ...] = ()
     confidence: float = intervals.CONFIDENCE
 
 
-def diff(a: Path, b: Path) -> Difference:
+def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
     """Compare two recordings, or results, of one kind.
 
     Whole things are compared by the ratio of medians with its bootstrap interval. Parts and details are compared by the
@@ -111,6 +113,7 @@ def diff(a: Path, b: Path) -> Difference:
 
     Args:
         a, b: files or directories; what was before, and what is now.
+        fail_below: the speed below which ``below`` names what is slower.
     Raises:
         InvalidArgumentError: they are of different kinds, or have nothing in common.
         DataNotFoundError, DataError: one is missing, no recording, or cannot be read.
@@ -140,6 +143,7 @@ def diff(a: Path, b: Path) -> Difference:
     whole = _whole(first.whole, second.whole)
     parts = _tested("part", first.parts, second.parts, whole)
     details = _tested("detail", first.details, second.details, whole)
+    gone = [name for name in first.whole if name in second.missing]
     notes = _differences(first, second) + list(dict.fromkeys((*first.notes, *second.notes)))
     if common[1:]:
         notes.append(f"Both hold more, of which name the files to compare them: {', '.join(common[1:])}.")
@@ -150,6 +154,7 @@ def diff(a: Path, b: Path) -> Difference:
         verdict=printable(_verdict(whole, parts, details)),
         changes=(*whole, *parts, *details),
         notes=tuple(notes),
+        below=() if fail_below is None else (*_below(whole, fail_below), *gone),
     )
 
 
@@ -244,6 +249,14 @@ def _verdict(whole: Sequence[Change], parts: Sequence[Change], details: Sequence
 def signed(seconds: float) -> str:
     """A change in seconds with its sign and unit."""
     return ("-" if seconds < 0 else "+") + duration_text(abs(1e6 * seconds))
+
+
+def _below(whole: Sequence[Change], limit: float) -> list[str]:
+    """What is slower with its whole interval; without one, by its value."""
+    if not whole:
+        raise InvalidArgumentError("Nothing can be held against --fail-below: the two have no step in common.")
+    speeds = {change.what: change.speed for change in whole if change.speed is not None}
+    return [what for what, speed in speeds.items() if (speed.value if speed.high is None else speed.high) < limit]
 
 
 def _differences(a: Side, b: Side) -> list[str]:

@@ -71,6 +71,7 @@ class Side:
         details: what the parts consist of: tensors, operators, routines, ranks.
         settings: what else can differ, by name.
         notes: what a reader should know, full sentences.
+        missing: names of ``whole`` that were to be measured and were not.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class Side:
     details: Mapping[str, Timings] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
@@ -323,6 +325,9 @@ def of_bench(path: Path) -> Side:
         {part: Timings(np.array(seconds, float)) for part, seconds in parts.items() if None not in seconds},
         settings=dict(_flat({key: value for key, value in found.asked.items() if key not in _LEFT_OUT}))
         | dict(_flat(found.environment)),
+        missing=tuple(
+            f"{name} {ranks_text(n)}" for n in found.asked.get("ranks", ()) if isinstance(n, int) and n not in samples
+        ),
     )
 
 

@@ -9,6 +9,7 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.files import replacing
+from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.reader import read
 from hvdkit.read.timeline.summary import nothing_in, summarize
@@ -43,9 +44,11 @@ def timeline() -> None:
 
 @click.command()
 @click.argument("file", type=PATH)
+@click.option("--since", type=float, metavar="SECONDS", help="Only what began so long after the first event, or later.")
+@click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
 @click.option("--top", type=AT_LEAST_0, default=10, metavar="N", help="Tensors to list.")
 @click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds, sizes in bytes.")
-def summary(file: Path, top: int, form: str | None) -> int:
+def summary(file: Path, top: int, form: str | None, since: float | None, until: float | None) -> int:
     """Name what costs a job time and what to try, then show where the time went, in numbers.
 
     Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
@@ -55,13 +58,19 @@ def summary(file: Path, top: int, form: str | None) -> int:
     Examples:
       hvdkit timeline summary timeline.json
       hvdkit timeline summary timeline.json.gz --top 3
-      hvdkit timeline summary timeline.json --json > summary.json
+      hvdkit timeline summary timeline.json --since 60 --json > summary.json
 
-    Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
+    Exit status: 0 success, 1 no operation of Horovod in it or in that part, 2 for bad usage or no such file.
     """
-    found = summarize(file)
+    found = summarize(file, since=since, until=until)
     if not found.operations:
-        raise nothing_in(file, found)
+        whole = summarize(file)
+        if not whole.operations:
+            raise nothing_in(file, found)
+        raise DataError(
+            f"no operation began in that part of {str(file)!r}, whose operations end at {whole.until / 1e6:.6g} s; "
+            "choose others for --since and --until."
+        )
     show.page(found, top).print(form, show.found_as(found))
     return 0
 

@@ -41,10 +41,11 @@ class Steps:
         count: how many.
         tensors: how many tensors one step reduces.
         bytes: that most steps reduce; None where sizes are unknown.
-        duration: of all steps but the first and the last, whose end is not known.
+        duration: of all steps of the part but the first (which may have begun before) and the last (whose end is not
+            known).
         communication: in collectives, per step, of the same steps.
         idle: without any operation between announcement and end, per step, of the same steps.
-        first: duration of the first step; None where there is one only.
+        first: duration of the first step of the recording; None where that is not in the part.
         missed: share of operations that were not in the response cache, from the third step on; None before that.
         late: that a step waits, on average, because ranks announce a tensor more than two cycles apart.
         negotiation: that it waits besides until all ranks have announced a tensor.
@@ -137,7 +138,8 @@ class TimelineSummary:
         path: the file.
         start_time_since_epoch: when the recording began, since 1970; None where the file does not say.
         origin: when its first operation or cycle began, on the clock of the file.
-        duration: from there to the end of its last operation.
+        since, until: the part that was looked at, after that.
+        duration: its length.
         events: how many the file holds.
         operations, missed: in it, and those of them that were not in the response cache.
         ranks: of the job, by the highest that it names; None when it names none.
@@ -155,6 +157,8 @@ class TimelineSummary:
     path: str
     start_time_since_epoch: int | None
     origin: float
+    since: float
+    until: float
     duration: float
     events: int
     operations: int

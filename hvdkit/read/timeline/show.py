@@ -19,8 +19,8 @@ NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horo
 
 
 _TIMES = (
-    "origin duration communication setup negotiating idle first first_setup negotiation late cost spread little_time "
-    "cycle phases start_time_since_epoch"
+    "origin since until duration communication setup negotiating idle first first_setup negotiation late cost spread "
+    "little_time cycle phases start_time_since_epoch"
 )
 """Names of the fields that are microseconds."""
 
@@ -66,7 +66,8 @@ def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     lines = [
         (
             "recording",
-            f"{duration_text(summary.duration)}, {summary.operations} operations on {len(summary.tensors)} tensors, "
+            f"{_place(summary.since)} to {_place(summary.until)}, "
+            f"{summary.operations} operations on {len(summary.tensors)} tensors, "
             f"{summary.ranks or 'unknown number of'} ranks",
         ),
         (
@@ -84,6 +85,10 @@ def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     dropped = ", ".join(f"{count} x {reason}" for reason, count in summary.dropped.items())
     lines.append(("dropped", f"{dropped} (of {summary.events} events)" if dropped else "nothing"))
     return lines
+
+
+def _place(time: float) -> str:
+    return duration_text(time) if time else "0 s"
 
 
 def _step_lines(steps: Steps | None) -> list[tuple[str, str]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.allreduce import CYCLE_S
-from hvdkit.errors import CorruptDataError
+from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline import measures
@@ -32,7 +33,13 @@ REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 """The kinds of collective of which a training step consists."""
 
 
-def summarize(source: str | Path | Recording, columns: TimelineColumns | None = None) -> TimelineSummary:
+def summarize(
+    source: str | Path | Recording,
+    columns: TimelineColumns | None = None,
+    *,
+    since: float | None = None,
+    until: float | None = None,
+) -> TimelineSummary:
     """Says in numbers where the time of a recording went.
 
     The memory it takes is about 90 bytes per operation (a seventh of the file); all percentiles are exact.
@@ -40,12 +47,22 @@ def summarize(source: str | Path | Recording, columns: TimelineColumns | None = 
     Args:
         source: a timeline file or a recording.
         columns: those of ``source``, where they have been collected before.
+        since, until: only operations that began in this part; seconds since the first event of the recording.
     Raises:
         DataError: the file cannot be read.
+        InvalidArgumentError: ``since`` is not before ``until``.
     """
+    first, last = 0.0 if since is None else since * 1e6, np.inf if until is None else until * 1e6
+    if not first < last:
+        raise InvalidArgumentError(f"since is {since} and until {until}; expected since before until, in seconds.")
     recording = source if isinstance(source, Recording) else read(source)
     columns = collect(recording) if columns is None else columns
     numbers, in_steps = find_steps(columns)
+    ranks = columns.ranks
+    keep = (columns.begin >= columns.origin + first) & (columns.begin < columns.origin + last)
+    if not keep.all():
+        columns, numbers, in_steps = select(columns, keep), numbers[keep], in_steps[keep]
+    end = float(columns.end.max()) - columns.origin if len(columns.end) else first
     in_exchanges = measures.union(*columns.exchange.T)
     work = measures.union(columns.start, columns.end)
     setup = measures.union(*columns.setup.T)
@@ -61,11 +78,13 @@ def summarize(source: str | Path | Recording, columns: TimelineColumns | None = 
         path=str(recording.path),
         start_time_since_epoch=recording.start_time_since_epoch,
         origin=columns.origin,
-        duration=float(columns.end.max()) - columns.origin if len(columns.end) else 0.0,
+        since=first,
+        until=end,
+        duration=end - first,
         events=columns.events,
         operations=len(columns.begin),
         missed=int(columns.missed.sum()),
-        ranks=columns.ranks,
+        ranks=ranks,
         communication=measures.length(in_exchanges),
         setup=measures.length(setup),
         negotiating=max(0.0, measures.length(measures.union(columns.begin, columns.end)) - measures.length(work)),
@@ -134,6 +153,24 @@ def find_steps(columns: TimelineColumns) -> tuple[NDArray[np.intp], NDArray[np.b
     return np.searchsorted(begins, columns.begin, side="right").astype(np.intp) - 1, in_steps
 
 
+def select(columns: TimelineColumns, keep: NDArray[np.bool_]) -> TimelineColumns:
+    """The rows that ``keep`` names, with their ticks, and the cycles of the same time."""
+    place = np.cumsum(keep) - 1
+    ticks = keep[columns.tick_row]
+    begin = columns.begin[keep]
+    first, last = (begin.min(), columns.end[keep].max()) if len(begin) else (np.inf, -np.inf)
+    rows = ("tensor", "bytes", "begin", "start", "end", "exchange", "durations", "fused", "missed")
+    return replace(
+        columns,
+        **{name: getattr(columns, name)[keep] for name in rows},
+        tick_row=place[columns.tick_row[ticks]].astype(np.int32),
+        tick_rank=columns.tick_rank[ticks],
+        tick_late=columns.tick_late[ticks],
+        cycles=columns.cycles[(columns.cycles >= first) & (columns.cycles <= last)],
+        setup=columns.setup[(columns.setup[:, 0] >= first) & (columns.setup[:, 0] <= last)],
+    )
+
+
 def _tensor(columns: TimelineColumns, rows: NDArray[np.intp], tensor: Tensor) -> TensorSummary:
     """What ``rows`` of the columns say of one tensor: distributions in microseconds, sizes in bytes."""
     phases = {group: distribution(columns.durations[rows, index]) for index, group in enumerate(GROUPS)}
@@ -165,7 +202,7 @@ def _steps(
     own, first, per_step = np.unique(numbers[in_steps], return_index=True, return_counts=True)
     begins = columns.begin[in_steps][first]
     durations = np.diff(begins)
-    sums = np.bincount(numbers[in_steps], columns.bytes[in_steps])
+    sums = np.bincount(numbers[in_steps] - own[0], columns.bytes[in_steps])[own - own[0]]
     usual = np.nanmedian(sums) if not np.isnan(sums).all() else None
     later_rows = in_steps & (numbers >= 2)
     later = slice(1, None) if len(durations) > 1 else slice(None)
@@ -182,7 +219,7 @@ def _steps(
         duration=distribution(durations[later]),
         communication=distribution(communication[later]),
         idle=distribution((durations - open_)[later]),
-        first=float(durations[0]) if len(durations) else None,
+        first=float(durations[0]) if len(durations) and own[0] == 0 else None,
         missed=float(columns.missed[later_rows].mean()) if later_rows.any() else None,
         late=float(np.where(apart, waits - cycle, 0).mean()) if len(waits) else None,
         negotiation=float(np.where(apart, cycle, waits).mean()) if len(waits) else None,

@@ -123,7 +123,7 @@ def test_steps_and_bytes_are_those_of_the_model(framework, controller, run_job, 
     assert sorted(one.bytes for one in in_steps) == gradients
     sizes = reduced(path)
     assert all(sizes[one.tensor] == one.bytes for one in in_steps)
-    assert 0 < summary.communication <= summary.busy <= summary.duration
+    assert 0 < summary.communication <= summary.duration
     step_time = summary.steps.begins[-1] - summary.steps.begins[0]
     assert summary.steps.communication.total <= step_time <= ranks[0]["wall"] * 1e6
     prefix = {"mpi": "MPI_", "gloo": "GLOO_"}[controller]

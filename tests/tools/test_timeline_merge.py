@@ -46,15 +46,16 @@ def files(tmp_path):
 
 
 def test_exposed_communication_is_what_no_computation_hides(tmp_path, files):
-    found = merge(*files)
+    overlap = merge(*files)
+    found = overlap.found
     assert found.window == pytest.approx(50 - 10, abs=0.02)
     assert found.communication == pytest.approx(10 + 20)
     assert found.computation == pytest.approx(5 + 10, abs=0.02)
     assert found.overlapped == pytest.approx(5 + 10)
     assert found.exposed == pytest.approx(5 + 10)
-    assert found.neither == pytest.approx(10)
-    assert found.operations == 3
-    assert found.computed_by == "CPU operators of the thread that computed longest"
+    assert found.other == pytest.approx(10)
+    assert overlap.operations == 3
+    assert overlap.computed_by == "CPU operators of the thread that computed longest"
 
 
 def test_both_are_on_the_axis_of_the_trace_and_nothing_is_lost(files):
@@ -81,19 +82,19 @@ def test_with_gpus_their_kernels_count_but_not_those_that_communicate(tmp_path, 
     ]
     found = merge(files[0], trace(tmp_path / "g.json", *events), files[2])
     assert found.computed_by == "GPU kernels"
-    assert (found.computation, found.exposed) == (pytest.approx(2), pytest.approx(30 - 2))
+    assert (found.found.computation, found.found.exposed) == (pytest.approx(2), pytest.approx(30 - 2))
 
 
 def test_the_training_thread_is_the_one_that_computes_longest(tmp_path, files):
     events = [slice_event(0, 60, tid=7), slice_event(0, 61, tid=8), slice_event(0, 1, tid=7)]
     found = merge(files[0], trace(tmp_path / "g.json", *events), files[2])
-    assert found.exposed == pytest.approx(0, abs=1e-9)
+    assert found.found.exposed == pytest.approx(0, abs=1e-9)
 
 
 def test_calls_that_communicate_are_no_computation_as_for_hvdkit_trace(tmp_path, files):
     events = [slice_event(0, 15), slice_event(30, 20), slice_event(30, 20, name="c10d::allreduce_")]
     found = merge(files[0], trace(tmp_path / "c.json", *events), files[2])
-    assert found.computation == pytest.approx(5, abs=0.02)
+    assert found.found.computation == pytest.approx(5, abs=0.02)
 
 
 def test_compressed_files(tmp_path, files):
@@ -133,7 +134,7 @@ def test_what_is_no_trace(tmp_path, files, content):
 
 @pytest.mark.parametrize("odd", [3, [], "x", {"pid": {}, "ts": []}, {"pid": 41, "name": 7}], ids=str)
 def test_an_event_that_is_none_stays_as_it_is(tmp_path, files, odd):
-    assert merge(files[0], trace(tmp_path / "odd.json", odd, slice_event(0, 15)), files[2]).computation > 0
+    assert merge(files[0], trace(tmp_path / "odd.json", odd, slice_event(0, 15)), files[2]).found.computation > 0
     assert json.loads(files[2].read_text())["traceEvents"][0] == odd
 
 

@@ -78,17 +78,19 @@ def merge(timeline: Path, trace: Path, output: Path, form: str | None) -> int:
     Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
     """
     overlap = merge_files(timeline, trace, output)
+    times = overlap.found
     rows = [
-        (name, f"{value:.3f}", share_text(value / overlap.window))
+        (name, f"{value:.3f}", share_text(value / times.window))
         for name, value in (
-            ("communication", overlap.communication),
-            ("computation", overlap.computation),
-            ("both at once", overlap.overlapped),
-            ("exposed communication", overlap.exposed),
-            ("neither", overlap.neither),
+            ("communication", times.communication),
+            ("computation", times.computation),
+            ("both at once", times.overlapped),
+            ("exposed communication", times.exposed),
+            ("data loading", times.data),
+            ("other", times.other),
         )
     ]
-    said = f"{output}: {overlap.operations} operations in {overlap.window:.3f} ms of both files"
+    said = f"{output}: {overlap.operations} operations in {times.window:.3f} ms of both files"
     table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
     Page([said, table]).print(form, overlap)
     return 0

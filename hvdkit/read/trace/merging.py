@@ -14,41 +14,32 @@ import numpy as np
 from hvdkit.common import files
 from hvdkit.common.json_files import Document
 from hvdkit.errors import CorruptDataError, DataError
-from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline import columns as timelines
-from hvdkit.read.timeline.measures import common, inside, joined, length, union
+from hvdkit.read.timeline.measures import union
 from hvdkit.read.timeline.model import CycleMark
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.trace.reader import Source, TraceFile, collect
 from hvdkit.read.trace.reader import read as read_trace
-from hvdkit.read.trace.summary import Sets
+from hvdkit.read.trace.results import TIMES, TraceTimes
+from hvdkit.read.trace.summary import Sets, times_between
 
 
 class Overlap(Document, frozen=True):
     """Communication and computation while both files were recorded; seconds.
 
     Attributes:
-        window: from the first to the last operation of the trace, as far as the timeline has operations there.
-        communication: at least one collective ran.
-        computation: something was computed.
-        overlapped: both at once.
-        exposed: communication without computation.
-        neither: neither of them, such as waiting for data or for Horovod.
+        found: where that time went.
         computed_by: what counts as computation.
-        operations: operations of the timeline whose collective lies in the window, at least in part.
+        operations: operations of the timeline whose collective lies there, at least in part.
     """
 
     kind = "timeline-merge"
+    schema = 2
     written_by = "hvdkit timeline merge --json"
-    times = frozenset(["window", "communication", "computation", "overlapped", "exposed", "neither"])
+    times = TIMES
     unit_s = 1e-3
 
-    window: float
-    communication: float
-    computation: float
-    overlapped: float
-    exposed: float
-    neither: float
+    found: TraceTimes
     computed_by: str
     operations: int
 
@@ -92,11 +83,14 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path) -> Overla
             f"{str(file.path)!r} ({_clock(base, since)} to {_clock(base, until)} UTC) are "
             f"{max(first - until, since - last) / 1e6:.3g} s apart; give files of the same run."
         )
-    overlap = _overlap(operations.exchange + shift, Sets(profile), max(first, since), min(last, until))
+    exchange, sets = operations.exchange + shift, Sets(profile)
+    sets.communication = union(exchange[:, 0], exchange[:, 1])
+    begin, end = max(first, since), min(last, until)
+    inside = int(np.sum((exchange[:, 0] < end) & (exchange[:, 1] > begin)))
     with files.replacing(Path(output), recording.path, file.path) as merged:
         for text in _texts(recording, file, shift):
             merged.write(text)
-    return overlap
+    return Overlap(times_between(sets, begin, end), sets.computed_by, inside)
 
 
 def _base(file: TraceFile) -> int:
@@ -118,24 +112,6 @@ def _clock(base: int, time: float) -> str:
         return datetime.fromtimestamp(base / 1e9 + time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     except (OverflowError, ValueError, OSError):
         return "an impossible date"
-
-
-def _overlap(exchange: Floats, sets: Sets, since: float, until: float) -> Overlap:
-    """Milliseconds of communication, of computation and of both, between two times in microseconds."""
-    communicating, computing = (
-        inside(one, since, until) for one in (union(exchange[:, 0], exchange[:, 1]), sets.computation)
-    )
-    both = common(communicating, computing)
-    return Overlap(
-        window=(until - since) / 1e3,
-        communication=length(communicating) / 1e3,
-        computation=length(computing) / 1e3,
-        overlapped=length(both) / 1e3,
-        exposed=(length(communicating) - length(both)) / 1e3,
-        neither=max(0.0, until - since - length(joined(communicating, computing))) / 1e3,
-        computed_by=sets.computed_by,
-        operations=int(np.sum((exchange[:, 0] < until) & (exchange[:, 1] > since))),
-    )
 
 
 def _texts(recording: Recording, file: TraceFile, shift: float) -> Iterator[bytes]:

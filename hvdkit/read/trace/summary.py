@@ -91,7 +91,7 @@ def one_rank(columns: TraceColumns) -> RankTrace:
         path=str(columns.path),
         rank=columns.rank,
         size=columns.size,
-        times=_times(sets, since, until),
+        times=times_between(sets, since, until),
         computed_by=sets.computed_by,
         steps=steps,
         operators=_operators(columns, self_times(columns), within),
@@ -173,7 +173,8 @@ def window_of(columns: TraceColumns) -> tuple[float, float]:
     return since, max(until, float(columns.end[late].max(initial=until)))
 
 
-def _times(sets: Sets, since: float, until: float) -> TraceTimes:
+def times_between(sets: Sets, since: float, until: float) -> TraceTimes:
+    """Where the time went between two moments, in microseconds of the trace."""
     computation, communication, data, copies = (
         inside(one, since, until) for one in (sets.computation, sets.communication, sets.data, sets.copies)
     )

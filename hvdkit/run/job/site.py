@@ -10,8 +10,7 @@ import msgspec
 
 from hvdkit.common.files import is_file, text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job.model import FORMS, BatchJob, Queue, Site
-from hvdkit.run.job.systems import SYSTEMS, seconds
+from hvdkit.run.job.model import FORMS, SYSTEM_NAMES, BatchJob, Queue, Site, seconds
 
 SITES = Path(__file__).parent / "sites"
 """The files that come with hvdkit."""
@@ -26,14 +25,15 @@ def find(system: str | None, site: str | None) -> Site:
     """The site of ``--system`` and ``--site``.
 
     Args:
-        system: a name of ``SYSTEMS``, None for that of the site.
+        system: a name of ``SYSTEM_NAMES``, None for that of the site.
         site: a name of ``known()`` or the path of a TOML file; None for the plain form of the system.
     Raises:
         InvalidArgumentError: neither is given, they contradict each other, or the file is bad.
     """
     if site is None and system is None:
         raise InvalidArgumentError(
-            f"Which batch system? Give --system ({', '.join(SYSTEMS)}) or --site ({', '.join(known())}, or a file)."
+            f"Which batch system? Give --system ({', '.join(SYSTEM_NAMES)}) or --site ({', '.join(known())}, or a "
+            "file)."
         )
     found = read(_file(site or str(system)))
     if system is not None and found.system != system:
@@ -88,7 +88,7 @@ def settle(job: BatchJob, site: Site) -> BatchJob:
     for queue in candidates:
         if _fits(job, queue):
             name = queue.name if queue.partition is None else queue.partition
-            return replace(job, queue=name, qos=job.qos or queue.qos or None, directives=queue.directives)
+            return replace(job, queue=name, qos=queue.qos, directives=(*queue.directives, *job.directives))
     given = "; ".join(f"{queue.name}: {_limits(queue)}" for queue in candidates)
     none = f"queue {job.queue} of site {site.name} does not give" if job.queue else f"site {site.name} has no queue for"
     others = dict.fromkeys(queue.name for queue in site.queues if queue not in candidates and _fits(job, queue))
@@ -104,28 +104,25 @@ def notes(job: BatchJob, site: Site) -> list[str]:
     if site.retired:
         found.append(f"{site.name} is retired: {site.retired}; its site file serves as an example for systems like it.")
     if site.queues and not _candidates(job, site):
-        what = f"queue {job.queue}" if job.queue else f"QOS {job.qos}"
         known = dict.fromkeys(queue.name for queue in site.queues)
         found.append(
-            f"{what} is not among those of site {site.name} ({', '.join(known)}), so that nothing checks what it gives."
+            f"queue {job.queue} is not among those of site {site.name} ({', '.join(known)}), so that nothing checks "
+            "what it gives."
         )
     return found
 
 
 def _candidates(job: BatchJob, site: Site) -> list[Queue]:
-    """The queues that the user named, by queue or QOS, or else all that need not be named."""
-    return [
-        queue
-        for queue in site.queues
-        if (job.queue in (None, queue.name) and job.qos in (None, queue.qos))
-        and (job.queue or job.qos or not queue.by_name)
-    ]
+    """The queues of the name that the user gave, or else all that need not be named."""
+    if job.queue is None:
+        return [queue for queue in site.queues if not queue.by_name]
+    return [queue for queue in site.queues if queue.name == job.queue]
 
 
 def _fits(job: BatchJob, queue: Queue) -> bool:
     if not queue.min_nodes <= job.nodes <= (queue.max_nodes or job.nodes):
         return False
-    return not queue.max_walltime or seconds(job.limit) <= seconds(queue.max_walltime)
+    return not queue.max_walltime or seconds(job.walltime) <= seconds(queue.max_walltime)
 
 
 def _limits(queue: Queue) -> str:

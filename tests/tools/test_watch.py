@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -191,11 +190,6 @@ def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_name(tmp_path_facto
         assert line.cell_len <= width
         assert line.plain.isprintable()
         console.print(line)
-    for line in view.plain(view.lines(seen, run.windows, width)):
-        assert line.plain.isascii()
-    out = tmp_path_factory.mktemp("page") / "out.html"
-    view.write_page(seen, run.windows, out)
-    assert "\x1b" not in out.read_text()
 
 
 def test_the_plain_view_of_a_file(capsys, monkeypatch):
@@ -205,23 +199,6 @@ def test_the_plain_view_of_a_file(capsys, monkeypatch):
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
     assert "Ranks, slowest first: █▒" in text and re.search(r"^ +6 +54\.2 ms +1\.63× +23\.1 ms", text, re.MULTILINE)
     assert "step 1350  Rank 6 waits for its input" in text
-
-
-def test_without_a_terminal_each_change_is_a_block(tmp_path):
-    file = history(tmp_path, start(), window(50))
-    words = [sys.executable, "-m", "hvdkit.cli", "watch", str(tmp_path), "--interval", "0.05"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as job:
-        for line in job.stdout:
-            if "step 50/400" in line:
-                with file.open("a") as out:
-                    out.write(f"{json.dumps(window(100))}\n")
-            if "step 100/400" in line and "ended" not in file.read_text():
-                with file.open("a") as out:
-                    out.write(f"{json.dumps({'kind': 'end', 'time': 1006, 'step': 100})}\n")
-                break
-        rest = job.stdout.read()
-    assert job.returncode == 0
-    assert "ended after 6 s" in rest
 
 
 def test_on_a_terminal_it_stays_and_ctrl_c_is_quiet(tmp_path):
@@ -264,52 +241,6 @@ def read_until(terminal, wanted, patience=120):
             break
         said += more
     return said
-
-
-def test_the_page_escapes_and_loads_nothing(tmp_path):
-    evil = '<script>alert("x")</script>'
-    report = {"kind": "report", "time": 1, "step": 50, "about": evil, "cause": evil, "text": evil}
-    history(
-        tmp_path,
-        start(),
-        window(50, logs={evil: 1.0}),
-        window(100, logs={evil: None}),
-        window(150, logs={evil: 3}),
-        report,
-    )
-    out = tmp_path / "out.html"
-    assert cli.run(["watch", str(tmp_path), "--html", str(out)]) == 0
-    text = out.read_text()
-    assert "<script" not in text and "&lt;script&gt;" in text
-    assert not re.search(r"(?:src|href)=|https?:|@import|url\(", text)
-    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
-
-
-@pytest.fixture(scope="module")
-def browser_page():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no chromium on this machine (apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program)
-        yield started.new_page()
-        started.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_overflows_on_a_phone(tmp_path, browser_page, scheme):
-    name = "a_name_without_any_place_to_break_it" * 3
-    report = {"kind": "report", "time": 1, "step": 50, "about": "x", "cause": "x", "text": name * 3}
-    history(tmp_path, start(), *(window(50 * at, logs={name: at}) for at in range(1, 9)), report)
-    assert cli.run(["watch", str(tmp_path), "--html", str(tmp_path / "out.html")]) == 0
-    browser_page.set_viewport_size({"width": 400, "height": 800})
-    browser_page.emulate_media(color_scheme=scheme)
-    browser_page.goto((tmp_path / "out.html").as_uri())
-    assert browser_page.evaluate("document.documentElement.scrollWidth") <= 400
-    ground = browser_page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 27)"}[scheme]
 
 
 def test_times_read_as_people_say_them():

@@ -1,4 +1,4 @@
-"""What there is to say of a run at one moment: the same for a terminal, a page and a program."""
+"""What there is to say of a run at one moment: the same for a terminal and a program."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Watched(Document, frozen=True):
     @property
     def usual_s(self) -> float | None:
         """Median over the ranks of the time that is their own; of two ranks that of the faster one."""
-        known = sorted(one.own_s for one in self.ranks if one.own_s is not None)
+        known = sorted(rank.own_s for rank in self.ranks if rank.own_s is not None)
         return known[(len(known) - 1) // 2] if known else None
 
     def behind(self, rank: RankNow) -> float:
@@ -126,7 +126,7 @@ def _ranks(run: Run) -> tuple[RankNow, ...]:
     numbers = ranks.rank or range(len(ranks.step))
     values = zip(ranks.step, ranks.input, ranks.compute, ranks.wait, ranks.rss, ranks.device, strict=True)
     rows = [RankNow(rank, _own(*of_rank[:4]), *of_rank) for rank, of_rank in zip(numbers, values, strict=True)]
-    return tuple(sorted(rows, key=lambda one: (-(one.own_s or 0.0), one.rank)))
+    return tuple(sorted(rows, key=lambda rank: (-(rank.own_s or 0.0), rank.rank)))
 
 
 def _own(step: float | None, input_: float | None, compute: float | None, wait: float | None) -> float | None:

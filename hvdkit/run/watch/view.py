@@ -1,18 +1,13 @@
-"""A run on a terminal, in as few lines as it takes; and the same as a page."""
+"""A run on a terminal, in as few lines as it takes."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from hvdkit.common.files import replacing
 from hvdkit.common.units import bytes_text, duration_text, number_text, printable, ranks_text, share_text, shortened
 from hvdkit.observe.trackers import bar, span_text
 from hvdkit.run.watch.history import HistoryWindow
@@ -21,97 +16,33 @@ from hvdkit.run.watch.results import RankNow, Watched
 LEVELS = "▁▂▃▄▅▆▇█"
 HEAT = ((1.05, "░", "green"), (1.2, "▒", "yellow"), (1.5, "▓", "dark_orange"), (math.inf, "█", "red"))
 """Up to how many times the median of the ranks, its sign without colour, and its colour."""
-_PLAIN = str.maketrans("▁▂▃▄▅▆▇█░▒▓·…×", "__..--##.+*.~x")
-"""For a terminal that has no such characters."""
 _NAME = 12
 _WIDTHS = (6, 10, 11, 9, 9, 9, 9, 9)
 """Of the columns of the ranks; those that do not fit are left out, the last ones first."""
-_PAGE_WIDTH = 100
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>hvdkit watch</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ background: #ffffff; color: #1f2328; }}
-pre {{ overflow-x: auto; font: 14px/1.4 monospace; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #15181b; color: #e6e6e6; }} }}
-{stylesheet}
-</style>
-</head>
-<body>
-<pre>{code}</pre>
-</body>
-</html>
-"""
-_COLOURS = TerminalTheme(
-    (255, 255, 255),
-    (31, 35, 40),
-    [
-        *((90, 90, 90), (214, 58, 58), (46, 140, 70), (168, 120, 20)),
-        *((60, 110, 210), (160, 80, 180), (20, 140, 160), (150, 150, 150)),
-    ],
-)
-"""Of the page: each can be read on white and on black."""
 _STATES = {"running": "green", "ended": "bold", "silent": "bold red"}
+_LOGS, _RANKS, _REPORTS = 6, 5, 5
+"""How many are shown of what was logged, of the ranks and of the reports."""
+_WRAPPER = Console()
 
 
-class Most(NamedTuple):
-    """How many are shown of what was logged, of the ranks and of the reports."""
-
-    logs: int
-    ranks: int
-    reports: int
-
-
-_TERMINAL, _WHOLE = Most(6, 5, 5), Most(12, 64, 200)
-
-
-def lines(seen: Watched, windows: Sequence[HistoryWindow], width: int, most: Most = _TERMINAL) -> list[Text]:
+def lines(seen: Watched, windows: Sequence[HistoryWindow], width: int) -> list[Text]:
     """What a terminal shows.
 
     Args:
         seen: the run now.
         windows: for the curves.
         width: columns, of which no line has more.
-        most: how much of it.
     """
     found = [_head(seen), _progress(seen, width), Text("  ".join(_speed_texts(seen)))]
-    found += _curves(windows, width, most.logs)
+    found += _curves(windows, width)
     if seen.ranks:
-        found += [Text(), *_ranks(seen, width, most.ranks)]
+        found += [Text(), *_ranks(seen, width)]
     if seen.reports:
-        found += [Text(), *_reports(seen, most.reports)]
+        more = f", the last {_REPORTS} of {len(seen.reports)}" if len(seen.reports) > _REPORTS else ""
+        found += [Text(), Text(f"Reports{more}", "bold")]
+        for report in seen.reports[-_REPORTS:]:
+            found.append(Text.assemble((f"step {report.step}", "yellow"), f"  {printable(report.text)}"))
     return [piece for line in found for piece in (line.wrap(_WRAPPER, width) if line.plain else [line])]
-
-
-_WRAPPER = Console()
-
-
-def write_page(seen: Watched, windows: Sequence[HistoryWindow], output: Path) -> None:
-    """Write the view as one HTML file that loads nothing, completely or not at all; all text from the files is escaped.
-
-    Args:
-        seen, windows: as in ``lines``; more of the ranks and reports is shown.
-        output: the file.
-    Raises:
-        DataError, InvalidArgumentError: it cannot be written.
-    """
-    page = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, force_terminal=True, color_system="256")
-    for line in lines(seen, windows, _PAGE_WIDTH, _WHOLE):
-        page.print(line)
-    with replacing(output, Path(seen.path)) as file:
-        file.write(page.export_html(theme=_COLOURS, code_format=_PAGE).encode("utf-8", "replace"))
-
-
-def plain(shown: Sequence[Text]) -> list[Text]:
-    """The same without a character that is not ASCII; names may keep theirs as escapes."""
-    return [
-        Text(line.plain.translate(_PLAIN).encode("ascii", "backslashreplace").decode(), line.style) for line in shown
-    ]
 
 
 def _head(seen: Watched) -> Text:
@@ -133,7 +64,7 @@ def _ago(seen: Watched, time: float) -> str:
     return span_text(max(0.0, seen.at - time))
 
 
-def _progress_text(seen: Watched) -> str:
+def _progress(seen: Watched, width: int) -> Text:
     """How far it is: step, epoch, share and time left, as far as they are known."""
     words = [f"step {seen.step}/{seen.steps}" if seen.steps else f"step {seen.step}"]
     if seen.epoch is not None:
@@ -142,16 +73,12 @@ def _progress_text(seen: Watched) -> str:
         words.append(share_text(seen.share))
     if seen.left_s is not None and seen.state == "running":
         words.append(f"{span_text(seen.left_s)} left")
-    return "  ".join(words)
-
-
-def _progress(seen: Watched, width: int) -> Text:
-    words = _progress_text(seen)
-    room = min(40, width - len(words) - 2)
+    text = "  ".join(words)
+    room = min(40, width - len(text) - 2)
     if seen.share is None or room < 5:
-        return Text(words)
+        return Text(text)
     drawn = bar(seen.share, room).replace("#", "█").replace(".", "░")
-    return Text.assemble((drawn, "cyan"), "  ", words)
+    return Text.assemble((drawn, "cyan"), "  ", text)
 
 
 def _speed_texts(seen: Watched) -> list[str]:
@@ -168,21 +95,19 @@ def _speed_texts(seen: Watched) -> list[str]:
     return words
 
 
-def _series(windows: Sequence[HistoryWindow]) -> dict[str, list[float | None]]:
-    """What was logged, by name, a value for each window; the norm of the gradient and the speed after it."""
+def _curves(windows: Sequence[HistoryWindow], width: int) -> list[Text]:
+    """A curve for each name that was logged, then for the norm of the gradient and the speed."""
     names = dict.fromkeys(name for window in windows for name in window.logs)
-    found: dict[str, list[float | None]] = {name: [one.logs.get(name) for one in windows] for name in names}
-    found["grad norm"] = [one.grad_norm for one in windows]
-    found["samples/s"] = [one.samples_per_s for one in windows]
-    return {name: values for name, values in found.items() if any(one is not None for one in values)}
-
-
-def _curves(windows: Sequence[HistoryWindow], width: int, most: int) -> list[Text]:
+    series: dict[str, list[float | None]] = {name: [window.logs.get(name) for window in windows] for name in names}
+    series["grad norm"] = [window.grad_norm for window in windows]
+    series["samples/s"] = [window.samples_per_s for window in windows]
     found = []
-    for name, values in list(_series(windows).items())[:most]:
-        last = next((one for one in reversed(values) if one is not None), 0.0)
+    for name, values in series.items():
+        known = [value for value in values if value is not None]
+        if not known or len(found) == _LOGS:
+            continue
         name = shortened(printable(name), _NAME)
-        text = Text(f"{name:<{_NAME}} {number_text(last, 4):>9}  ")
+        text = Text(f"{name:<{_NAME}} {number_text(known[-1], 4):>9}  ")
         found.append(text.append(sparkline(values, max(1, min(50, width - _NAME - 12))), "cyan"))
     return found
 
@@ -191,11 +116,11 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     """A curve of eight heights; × where a value was not finite."""
     groups = [values[len(values) * at // width : len(values) * (at + 1) // width] for at in range(width)]
     if len(values) < width:
-        groups = [[one] for one in values]
-    means = [None if None in group else math.fsum(one / len(group) for one in group if one) for group in groups]
-    known = [one for one in means if one is not None]
+        groups = [[value] for value in values]
+    means = [None if None in group else math.fsum(value / len(group) for value in group if value) for group in groups]
+    known = [mean for mean in means if mean is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    return "".join("×" if one is None else LEVELS[round(7 * _height(one, low, high))] for one in means)
+    return "".join("×" if mean is None else LEVELS[round(7 * _height(mean, low, high))] for mean in means)
 
 
 def _height(value: float, low: float, high: float) -> float:
@@ -204,19 +129,19 @@ def _height(value: float, low: float, high: float) -> float:
     return (value / 2 - low / 2) / span if span > 1e-290 else 0.5
 
 
-def _ranks(seen: Watched, width: int, most: int) -> list[Text]:
+def _ranks(seen: Watched, width: int) -> list[Text]:
     strip = Text("Ranks, slowest first: ")
     room = width - len(strip.plain)
-    for one in seen.ranks[:room]:
-        strip.append(*heat(seen, one))
+    for rank in seen.ranks[:room]:
+        strip.append(*heat(seen, rank))
     if len(seen.ranks) < seen.world_size or len(seen.ranks) > room:
         strip.append(f" and {seen.world_size - min(room, len(seen.ranks))} more")
     fit = sum(width >= sum(_WIDTHS[: last + 1]) for last in range(len(_WIDTHS)))
-    if all(one.device is None for one in seen.ranks):
+    if all(rank.device is None for rank in seen.ranks):
         fit = min(fit, len(_WIDTHS) - 1)
     names = ("rank", "own time", "of median", "input", "compute", "wait", "memory", "device")
     heading = Text("".join(f"{name:>{wide}}" for name, wide in zip(names[:fit], _WIDTHS, strict=False)), "dim")
-    return [strip, heading, *(Text.assemble(*_row(seen, one)[:fit]) for one in seen.ranks[:most])]
+    return [strip, heading, *(Text.assemble(*_row(seen, rank)[:fit]) for rank in seen.ranks[:_RANKS])]
 
 
 def heat(seen: Watched, rank: RankNow) -> tuple[str, str]:
@@ -225,28 +150,11 @@ def heat(seen: Watched, rank: RankNow) -> tuple[str, str]:
     return next((sign, colour) for most, sign, colour in HEAT if behind <= most)
 
 
-def _row(seen: Watched, one: RankNow) -> list[tuple[str, str]]:
-    own, *times = map(_time_text, (one.own_s, one.input_s, one.compute_s, one.wait_s))
-    cells = [str(one.rank), own, f"{seen.behind(one):.2f}×", *times, *map(_memory_text, (one.rss, one.device))]
-    colour = heat(seen, one)[1]
+def _row(seen: Watched, rank: RankNow) -> list[tuple[str, str]]:
+    seconds = (rank.own_s, rank.input_s, rank.compute_s, rank.wait_s)
+    own, *times = ("-" if value is None else duration_text(1e6 * value) for value in seconds)
+    memory = ("-" if size is None else bytes_text(size) for size in (rank.rss, rank.device))
+    cells = [str(rank.rank), own, f"{seen.behind(rank):.2f}×", *times, *memory]
+    colour = heat(seen, rank)[1]
     aligned = zip(cells, _WIDTHS, strict=True)
     return [(f"{cell:>{wide}}", colour if at < 3 else "") for at, (cell, wide) in enumerate(aligned)]
-
-
-def _time_text(seconds: float | None) -> str:
-    """A time, - where it is not known."""
-    return "-" if seconds is None else duration_text(1e6 * seconds)
-
-
-def _memory_text(size: float | None) -> str:
-    """Bytes, - where they are not known."""
-    return "-" if size is None else bytes_text(size)
-
-
-def _reports(seen: Watched, most: int) -> list[Text]:
-    left_out = len(seen.reports) - most
-    more = f", the last {most} of {len(seen.reports)}" if left_out > 0 else ""
-    found = [Text(f"Reports{more}", "bold")]
-    for one in seen.reports[-most:]:
-        found.append(Text.assemble((f"step {one.step}", "yellow"), f"  {printable(one.text)}"))
-    return found

@@ -2,7 +2,7 @@
 
 For ``--explain-job`` that is its loader, its optimizer or ``fit``; a monitor takes PyTorch's optimizer alone from here:
 loops over a validation set are none of its steps. Loaded by path at the start of a rank's Python
-(``run/launch/stacks``), which calls a function here when a framework has been imported. Where hvdkit cannot be
+(``observe/startup``), which calls a function here when a framework has been imported. Where hvdkit cannot be
 imported, nothing is recorded. A script that records its steps itself (``record_steps``, ``RecordSteps``) goes first:
 then nothing that is seen here counts.
 """

@@ -3,7 +3,7 @@
 In a script: ``with profile("profile") as steps:`` around the loop and ``steps.step()`` at its end. For a script as it
 is, with or without Horovod, a step being one ``step()`` of an optimizer: ``hvdkit launch --torch-profile``.
 
-Also run by path in Pythons that have no hvdkit (``run/launch/stacks``), and in those that never import PyTorch: nothing
+Also run by path in Pythons that have no hvdkit (``observe/startup``), and in those that never import PyTorch: nothing
 but the standard library is imported at import time.
 """
 

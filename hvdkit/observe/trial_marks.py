@@ -1,6 +1,6 @@
 """Where a ``Trial`` looks into a script as it is: its loaders, its optimizers, and what makes ranks unlike one process.
 
-Loaded by path in the script's Python, as ``step_marks`` is (``run/launch/stacks``): each function is called when the
+Loaded by path in the script's Python, as ``step_marks`` is (``observe/startup``): each function is called when the
 module that it is given has just been imported.
 """
 

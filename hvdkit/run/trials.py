@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -28,7 +27,7 @@ import numpy as np
 from hvdkit.common.programs import handled
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch import batch, facts, placement, plan
+from hvdkit.run.launch import facts, plan
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan
 from hvdkit.run.launch.options import Request, as_words
 from hvdkit.run.launch.tuned import MIB, Tuned
@@ -39,7 +38,6 @@ CYCLE_TIMES_MS = (0.1, 0.5, 5.0)
 """Around Horovod's own 1 ms: quicker answers for small models, fewer interruptions and more fusion for large ones."""
 FUSION_THRESHOLDS_BYTES = (4 * MIB, 32 * MIB)
 """Below Horovod's own 128 MiB: less copying, and the first allreduce begins while gradients are still computed."""
-_NAMES = Tuned.__struct_fields__[:4]
 WITH_A_CONTROLLER = ("mpirun", "horovodrun")
 """Launchers that stand for Horovod's two controllers, MPI and Gloo."""
 _CLOSING_LINE = re.compile(
@@ -51,45 +49,6 @@ _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is passed on to every ``hvdkit launch``; None and "auto" leave it to that.
-
-    Attributes:
-        n: number of ranks, > 0.
-        command: what each rank runs.
-        launcher, ppn, depth, hosts, hostfile, variables, threads: see ``hvdkit launch``.
-    """
-
-    n: int
-    command: tuple[str, ...]
-    launcher: str
-    ppn: int | None
-    depth: int | None
-    hosts: str | None
-    hostfile: Path | None
-    variables: Mapping[str, str]
-    threads: int | None = None
-
-    def options(self) -> list[str]:
-        """The options of ``hvdkit launch`` that say so."""
-        names = ("launcher", "ppn", "depth", "hosts", "hostfile", "threads", "variables")
-        return as_words({name: getattr(self, name) for name in names})
-
-    def request(self, environ: Mapping[str, str]) -> Request:
-        """The default job.
-
-        Raises:
-            InvalidArgumentError: hosts are named twice, or do not fit.
-        """
-        anywhere = self.launcher in batch.LINES
-        placed = placement.asked(self.n, self.ppn, self.hosts, self.hostfile, environ, anywhere=anywhere)
-        return Request(
-            self.n, self.command, self.launcher, self.threads, variables=self.variables, ppn=self.ppn or placed.ppn,
-            depth=self.depth, hosts=placed.hosts, hosts_chosen=placed.chosen,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
 class Here:
     """The default job as it would be started here.
 
@@ -97,11 +56,13 @@ class Here:
         request: what is asked for.
         facts: what there is to launch with.
         plan: how ``hvdkit launch`` would start it.
+        options: of ``hvdkit launch`` that ask for it, -n left out.
     """
 
     request: Request
     facts: LaunchFacts
     plan: LaunchPlan
+    options: tuple[str, ...]
 
     def launchers(self) -> tuple[str, ...]:
         """The other one of mpirun and horovodrun, where the launcher is open and Horovod was built for both."""
@@ -134,7 +95,7 @@ class Here:
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the numbers should know."""
-        if self.plan.direct or self.request.n <= self.facts.cores:
+        if self.plan.elsewhere or self.request.n <= self.facts.cores:
             return ()
         return (
             f"{self.request.n} ranks share {count_text(self.facts.cores, 'core')}: what is measured is how they "
@@ -142,27 +103,28 @@ class Here:
         )
 
 
-def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
+def look(n: int, command: tuple[str, ...], given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Here:
     """Plan the default job, so that a mistake is found before anything runs.
 
     Args:
-        wish: what is asked for.
+        n: number of ranks, > 0.
+        command: what each rank runs.
+        given: options that are passed on to every ``hvdkit launch``, by the names of ``options.OPTIONS``.
         environ: the environment; default: that of this process.
     Raises:
         InvalidArgumentError: no such command, launcher or host, or Horovod's autotuner is on.
         LaunchError: there is nothing to launch with.
     """
-    if not wish.command:
+    if not command:
         raise InvalidArgumentError("No command to run was given; write it last: hvdkit tune -n 2 -- python train.py")
     environ = dict(os.environ) if environ is None else dict(environ)
-    autotune = {**environ, **wish.variables}.get("HOROVOD_AUTOTUNE", "")
+    autotune = {**environ, **given.get("variables", {})}.get("HOROVOD_AUTOTUNE", "")
     if autotune not in ("", "0"):
         raise InvalidArgumentError(
-            f"HOROVOD_AUTOTUNE={autotune} has Horovod change the settings while they are measured; unset it, or use "
-            "'hvdkit launch --autotune-log', and '--tuned' afterwards."
+            f"HOROVOD_AUTOTUNE={autotune} has Horovod change the settings while they are measured; unset it."
         )
-    request = wish.request(environ)
-    return Here(request, *facts.planned(request, environ))
+    request = facts.settle(command, environ, n=n, **given)
+    return Here(request, *facts.planned(request, environ), tuple(as_words(given)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +150,15 @@ class Space:
             limit: the most to return, >= 1; the default is not counted and not among them.
             rng: draws what does not fit all together.
         """
-        cycles_s = [time_ms / 1000 for time_ms in self.cycle_times_ms]
-        values: tuple[Sequence[Any], ...] = (self.launchers, self.threads, cycles_s, self.fusion_thresholds_bytes)
-        axes: list[list[Any]] = [[None, *dict.fromkeys(axis)] for axis in values]
-        alone = [Tuned(**{name: value}) for name, axis in zip(_NAMES, axes, strict=True) for value in axis[1:]]
-        combined = [Tuned(*several) for several in itertools.product(*axes)]
+        axes: dict[str, Sequence[Any]] = {
+            "launcher": self.launchers,
+            "threads": self.threads,
+            "cycle_time_s": [time_ms / 1000 for time_ms in self.cycle_times_ms],
+            "fusion_threshold_bytes": self.fusion_thresholds_bytes,
+        }
+        alone = [Tuned(**{name: value}) for name, values in axes.items() for value in dict.fromkeys(values)]
+        every = itertools.product(*([None, *dict.fromkeys(values)] for values in axes.values()))
+        combined = [Tuned(**dict(zip(axes, values, strict=True))) for values in every]
         combined = [setting for setting in combined if setting != DEFAULT and setting not in alone]
         shuffled = [combined[index] for index in rng.permutation(len(combined))]
         if len(alone) > limit:

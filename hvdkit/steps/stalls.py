@@ -1,6 +1,6 @@
 """What a rank says of itself to ``hvdkit launch``: where it stands when the job no longer moves, and what it lost.
 
-Also run by path in Pythons that have no hvdkit (``run/launch/stacks``): nothing but the standard library is imported
+Also run by path in Pythons that have no hvdkit (``observe/startup``): nothing but the standard library is imported
 at import time.
 """
 

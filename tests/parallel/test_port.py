@@ -16,10 +16,10 @@ from ranks import on_ranks
 
 from hvdkit.observe import trial as trials
 from hvdkit.observe import trial_marks
+from hvdkit.observe.startup import sitecustomize
 from hvdkit.prepare.port import edits, run
 from hvdkit.prepare.trial import as_script
 from hvdkit.prepare.trial import attempt as trial
-from hvdkit.run.launch.stacks import sitecustomize
 
 DATA = Path(__file__).parents[1] / "data" / "port" / "before"
 

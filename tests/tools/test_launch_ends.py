@@ -154,7 +154,7 @@ def test_a_connection_that_ends_without_a_word_is_not_called_killed(watched, cap
 
 
 @pytest.mark.parametrize(
-    ("direct", "ended", "came", "survives", "said"),
+    ("elsewhere", "ended", "came", "survives", "said"),
     [
         (True, 3, 3, "", "every process was ended."),
         (True, 2, 3, "", "the job was ended; rank 2 did not say how."),
@@ -165,9 +165,9 @@ def test_a_connection_that_ends_without_a_word_is_not_called_killed(watched, cap
     ],
     ids=["all", "silent", "never came", "looked at here", "survivor", "survivor that has ended since"],
 )
-def test_every_process_was_ended_where_that_is_known(watched, capfd, direct, ended, came, survives, said):
+def test_every_process_was_ended_where_that_is_known(watched, capfd, elsewhere, ended, came, survives, said):
     """On this machine ``hvdkit launch`` looks itself, on others the ranks say it."""
-    it = watched(direct=direct)
+    it = watched(elsewhere=elsewhere)
     del it.job._ranks[came:]
     it.job._signal = signal.SIGTERM
     for rank in it.ranks[:ended]:
@@ -178,7 +178,7 @@ def test_every_process_was_ended_where_that_is_known(watched, capfd, direct, end
     assert it.job._conclude() == 128 + signal.SIGTERM
     named = ["hvdkit launch: could not be ended: pid 7 (D (disk sleep)), pid 9 on host node3."]
     last = f"hvdkit launch: interrupted by SIGTERM; {said}"
-    assert capfd.readouterr().err.splitlines() == [*(named if direct and survives else []), last]
+    assert capfd.readouterr().err.splitlines() == [*(named if elsewhere and survives else []), last]
 
 
 def test_of_many_who_show_nothing_the_oldest_goes(watched):

@@ -84,13 +84,9 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
             f"/site/bin/srun --ntasks=8 --ntasks-per-node=4 --nodes=2 --cpus-per-task=16 --cpu-bind=cores {SRUN_ENDS}",
         ),
         (
-            {"launcher": "srun", "ppn": 4, "depth": 16, "gpus_per_node": 4, "gpus_per_task": 1},
+            {"launcher": "srun", "ppn": 4, "depth": 16, "gpus_per_node": 4},
             "/site/bin/srun --ntasks=8 --ntasks-per-node=4 --nodes=2 --cpus-per-task=16 --gpus-per-node=4 "
-            f"--gpus-per-task=1 --cpu-bind=cores {SRUN_ENDS}",
-        ),
-        (
-            {"launcher": "jsrun", "depth": 16, "gpus_per_task": 1},
-            "/site/bin/jsrun -n 8 -a 1 -c 16 -g 1 -b packed:16 python train.py",
+            f"--cpu-bind=cores {SRUN_ENDS}",
         ),
         (
             {"launcher": "jsrun", "ppn": 4, "depth": 16, "gpus_per_node": 4},
@@ -102,7 +98,7 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
             f"{MPIRUN} --map-by ppr:4:node:PE=16 --bind-to core {YIELD} {PASSED}",
         ),
         (
-            {"launcher": "mpirun", "bind": "socket", **TWO_HOSTS},
+            {"launcher": "mpirun", "cpu_bind": "package", **TWO_HOSTS},
             f"{MPIRUN} --map-by ppr:4:node --bind-to package {YIELD} {PASSED}",
         ),
         (
@@ -116,17 +112,17 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
         # Ties, and hosts that the user names.
         ({"launcher": "mpiexec"}, "/site/bin/mpiexec -n 8 --cpu-bind none python train.py"),
         (
-            {"launcher": "mpiexec", "ppn": 4, "bind": "numa", **TWO_HOSTS},
+            {"launcher": "mpiexec", "ppn": 4, "cpu_bind": "numa", **TWO_HOSTS},
             "/site/bin/mpiexec -n 8 --ppn 4 --cpu-bind numa --hosts h1,h2 python train.py",
         ),
-        ({"launcher": "aprun", "bind": "core"}, "/site/bin/aprun -n 8 --cc cpu python train.py"),
+        ({"launcher": "aprun", "cpu_bind": "cpu"}, "/site/bin/aprun -n 8 --cc cpu python train.py"),
         (
             {"launcher": "aprun", "hosts": (Host("nid00012", 4), Host("13", 4)), "hosts_chosen": True},
             "/site/bin/aprun -n 8 --cc none -L 12,13 python train.py",
         ),
         ({"launcher": "srun"}, f"/site/bin/srun --ntasks=8 --cpu-bind=none {SRUN_ENDS}"),
         (
-            {"launcher": "srun", "ppn": 8, "bind": "numa", **TWO_HOSTS},
+            {"launcher": "srun", "ppn": 8, "cpu_bind": "ldoms", **TWO_HOSTS},
             "/site/bin/srun --ntasks=8 --ntasks-per-node=8 --nodes=1 --cpu-bind=ldoms --nodelist=h1 " + SRUN_ENDS,
         ),
         ({"launcher": "jsrun"}, "/site/bin/jsrun -n 8 -a 1 python train.py"),
@@ -151,21 +147,18 @@ def test_command_line_of_hydra_on_several_hosts(implementation, expected):
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        ("mpiexec", "--env HOROVOD_AUTOTUNE=1 --env HOROVOD_AUTOTUNE_LOG=/tmp/a.csv --env 'A=b c'"),
-        ("aprun", "-e HOROVOD_AUTOTUNE=1 -e HOROVOD_AUTOTUNE_LOG=/tmp/a.csv -e 'A=b c'"),
+        ("mpiexec", "--env HOROVOD_TIMELINE=/tmp/t.json --env 'A=b c'"),
+        ("aprun", "-e HOROVOD_TIMELINE=/tmp/t.json -e 'A=b c'"),
         ("srun", "--export=ALL"),
-        ("jsrun", "-E HOROVOD_AUTOTUNE -E HOROVOD_AUTOTUNE_LOG -E A"),
-        (
-            "mpirun",
-            "-x HOROVOD_AUTOTUNE -x HOROVOD_AUTOTUNE_LOG -x A " + PASSED.removesuffix(" python train.py"),
-        ),
+        ("jsrun", "-E HOROVOD_TIMELINE -E A"),
+        ("mpirun", "-x HOROVOD_TIMELINE -x A " + PASSED.removesuffix(" python train.py")),
     ],
 )
 def test_how_variables_reach_ranks_on_other_hosts(launcher, words):
     hosts = TWO_HOSTS if launcher == "mpirun" else {}
-    job = build(launcher=launcher, autotune_log=Path("/tmp/a.csv"), variables={"A": "b c"}, **hosts)
+    job = build(launcher=launcher, timeline=Path("/tmp/t.json"), variables={"A": "b c"}, **hosts)
     assert shlex.join(job.launcher).endswith(f" {words}")
-    added = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "/tmp/a.csv", "A": "b c"}
+    added = {"HOROVOD_TIMELINE": "/tmp/t.json", "A": "b c"}
     assert job.added == {**added, **(ALIVE if launcher == "mpirun" else {})}
     assert added.items() <= job.environment.items()
     assert words in plan.explanation(job)
@@ -210,10 +203,8 @@ def test_notes_name_what_other_hosts_need():
         ({"launcher": "jsrun", "ppn": 3}, "-n 8 is no multiple of --ppn 3, which jsrun needs"),
         ({"launcher": "mpirun", "ppn": 4}, "needs 2 hosts, and there is this one machine"),
         ({"launcher": "mpirun", "depth": 9}, "need 72 cores, and this machine has 64"),
-        ({"launcher": "mpirun", "gpus_per_task": 1}, "are for srun and jsrun"),
-        ({"launcher": "jsrun", "cpu_bind": "list:0:1"}, "--cpu-bind is for srun, mpiexec, aprun, and this job is st"),
-        ({"launcher": "horovodrun", "bind": "core", **TWO_HOSTS}, "cannot tie ranks"),
-        ({"launcher": "aprun", "bind": "socket"}, "use core or numa"),
+        ({"launcher": "mpirun", "gpus_per_node": 1}, "--gpus-per-node is for srun, jsrun, and this job is started by"),
+        ({"launcher": "jsrun", "cpu_bind": "list:0:1"}, "--cpu-bind is for mpirun, srun, mpiexec, aprun, and this job"),
         ({"launcher": "aprun", **TWO_HOSTS}, "'h1': aprun takes node ids"),
         ({"launcher": "jsrun", **TWO_HOSTS}, "leave --hosts and --hostfile out"),
         ({"launcher": "jsrun", "gpus_per_node": 6, "ppn": 4}, "must be a multiple of --ppn"),
@@ -279,8 +270,9 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
     def place(n, ppn=None, given=None, environ=SLURM, **options):
-        placed = placement.place(n, ppn, given, environ, "n1", **options)
-        return [str(host) for host in placed.hosts], placed.chosen
+        asked = Request(n, ("x",), ppn=ppn)
+        placed = placement.placed(asked, given, environ, hostname="n1", **options)
+        return [str(host) for host in placed.hosts], placed.hosts_chosen
 
     assert place(4) == (["n1:2", "n2:2"], False)
     assert place(3) == (["n1:2", "n2:2"], False)
@@ -305,7 +297,7 @@ def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
 )
 def test_hosts_without_room_and_unknown_hosts(n, ppn, given, message):
     with pytest.raises(InvalidArgumentError, match=message) as caught:
-        placement.place(n, ppn, given, SLURM, "n1")
+        placement.placed(Request(n, ("x",), ppn=ppn), given, SLURM, hostname="n1")
     assert "\n" not in str(caught.value)
 
 
@@ -326,7 +318,7 @@ def test_the_batch_job_chooses_its_launcher_where_it_is_installed(environ, launc
     assert batch.choice(environ, {}) is None
     assert batch.choice({}, PROGRAMS) is None
     job = build(found=replace(FACTS, batch=(launcher, why)))
-    assert (job.launcher_name, job.direct) == (launcher, True)
+    assert (job.launcher_name, job.elsewhere) == (launcher, True)
     assert plan.explanation(job).startswith(f"launcher {launcher}: {why}\n")
     assert build(found=replace(FACTS, batch=(launcher, why)), launcher="mpirun").launcher_name == "mpirun"
 
@@ -383,7 +375,7 @@ def test_bad_usage_is_one_sentence_and_status_2(capsys, monkeypatch, tmp_path):
         "--ppn 1 --launcher mpirun",
         "--launcher aprun",
         "--launcher jsrun",
-        "--autotune-log nosuch/log.csv",
+        "--timeline nosuch/t.json",
         "--launcher srun --hosts h1:4 --dry-run --stall-timeout 3 --env HOROVOD_STALL_CHECK_DISABLE=1",
     ):
         status = cli.run(["launch", "-n", "2", *words.split(), "train.py"])

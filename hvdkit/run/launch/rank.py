@@ -72,7 +72,7 @@ _UNTIL_KILLED_S = 86400.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STACKS_SIGNAL = signal.SIGRTMAX - 2
 """Asks a process for its Python stacks: one that programs and batch systems leave alone."""
-STACKS_DIRECTORY = Path(__file__).parent / "stacks"
+STARTUP = Path(__file__).parents[2] / "observe" / "startup"
 """Of the ``sitecustomize`` that gets a rank's Pythons ready for what ``hvdkit launch`` asks."""
 
 
@@ -494,13 +494,13 @@ def _open_report_pipe() -> tuple[int, int]:
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     os.environ["HVDKIT_STACKS"] = f"{writer}:{os.fstat(writer).st_ino}:{int(_STACKS_SIGNAL)}"
-    os.environ["PYTHONPATH"] = with_stacks(os.environ)
+    os.environ["PYTHONPATH"] = with_startup(os.environ)
     return reader, writer
 
 
-def with_stacks(environ: Mapping[str, str]) -> str:
+def with_startup(environ: Mapping[str, str]) -> str:
     """PYTHONPATH with the directory of our ``sitecustomize`` in front."""
-    return os.pathsep.join([str(STACKS_DIRECTORY), *filter(None, [environ.get("PYTHONPATH")])])
+    return os.pathsep.join([str(STARTUP), *filter(None, [environ.get("PYTHONPATH")])])
 
 
 def adopt_orphans(adopt: bool) -> None:

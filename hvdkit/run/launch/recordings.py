@@ -19,7 +19,7 @@ from hvdkit.prepare.install.here import cache_directory
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Setting
 from hvdkit.run.launch.options import TORCH_STEPS, Request
-from hvdkit.run.launch.rank import with_stacks
+from hvdkit.run.launch.rank import with_startup
 from hvdkit.steps import step_times
 from hvdkit.steps.device import threads_asked
 
@@ -82,7 +82,7 @@ def settings(request: Request, environ: Mapping[str, str]) -> list[Setting]:
     """
     found = []
     given = {**environ, **request.variables}
-    ours = {"PYTHONPATH": with_stacks(given)}
+    ours = {"PYTHONPATH": with_startup(given)}
     if request.torch_profile is not None:
         steps = ",".join(map(str, request.torch_profile_steps or TORCH_STEPS))
         variables = {torch_profile.VARIABLE: f"{steps}:{request.torch_profile}", **ours}
@@ -182,7 +182,7 @@ def _begin_explained(directory: Path, job: LaunchPlan) -> None:
         raise InvalidArgumentError(
             f"--explain-dir {directory} holds the recordings of another job; give a new directory, or remove it."
         )
-    ranks_on_a_host = max((host.slots for host in job.hosts), default=None) if job.direct else job.n
+    ranks_on_a_host = max((host.slots for host in job.hosts), default=None) if job.elsewhere else job.n
     launched = JobLaunch(
         job.n,
         job.launcher_name,

@@ -17,7 +17,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import IO, cast
 
 from hvdkit.common.programs import signal_name
 from hvdkit.run.launch import rank as wire
-from hvdkit.run.launch.facts import why_no_rank_starts
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.mpirun import SESSIONS
 from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early
@@ -49,8 +47,6 @@ STOP_S = wire.STOP_GRACE_S + 1.0
 """Seconds from telling the ranks to end to killing them."""
 LEAVE_S, FAR_LEAVE_S = 1.5, 5.0
 """Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM; on several hosts."""
-PATIENCE_S = 15.0
-"""Seconds without a rank after which hosts that do not answer are named; ssh itself gives up after two minutes."""
 LOOK_S = 1.0
 """Seconds between two looks whether a host that was asked has answered, and from STOP to KILL where one has not."""
 _SAID_BYTES = 1 << 16
@@ -74,7 +70,7 @@ def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobE
         LaunchError: the launcher cannot be started.
     """
     _allow_connections(plan.n)
-    server, address = listener([host.name for host in plan.hosts], here=not plan.direct)
+    server, address = listener([host.name for host in plan.hosts], here=not plan.elsewhere)
     with watched_signals() as signals, contextlib.closing(server), _sessions(plan) as variables:
         shared = secret.checked(plan.environment.get(secret.VARIABLE) or secret.new())
         plan = replace(plan, environment={**plan.environment, **variables, secret.VARIABLE: shared})
@@ -97,7 +93,7 @@ def _sessions(plan: LaunchPlan) -> Iterator[dict[str, str]]:
     """
     variables: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        if not plan.direct:  # other hosts lack it
+        if not plan.elsewhere:  # other hosts lack it
             above = plan.environment.get(SESSIONS)
             with contextlib.suppress(OSError):  # then as without hvdkit
                 own = tempfile.TemporaryDirectory(prefix="hvdkit-job-", dir=above, ignore_cleanup_errors=True)
@@ -157,8 +153,6 @@ class _Job:
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
         self._listen()
         self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._on_signals)
-        if self._plan.hosts and self._plan.launcher_name != "srun":
-            self._after(PATIENCE_S, self._look_for_silent)
         while self._launcher.returncode is None or self._peers:
             for key, _ in self._selector.select(self._timers.run(blocking=False)):
                 key.data()
@@ -235,12 +229,10 @@ class _Job:
         """Take what a rank says of itself, or what it writes."""
         if kind == wire.HELLO:
             peer.rank, peer.pid = wire.HELLO_PAYLOAD.unpack_from(payload)
-            peer.host = payload[wire.HELLO_PAYLOAD.size :].decode(errors="replace") if self._plan.direct else ""
+            peer.host = payload[wire.HELLO_PAYLOAD.size :].decode(errors="replace") if self._plan.elsewhere else ""
             self._ranks.append(peer)
             if self._plan.stall_timeout is not None:
                 peer.reports = StallReports(self._plan.stall_timeout)
-            if self._all_started and self._plan.noisy_start:
-                self._shown.held.clear()
         elif kind == wire.STDOUT:
             self._shown.show(peer.rank, STDOUT, payload)
         elif kind == wire.STDERR:
@@ -250,7 +242,7 @@ class _Job:
         elif kind == wire.UNHANDLED and peer.rank is not None:
             # Nobody waits for it where the signal came to the rank itself, or was passed on long ago.
             self._unhandled.get(wire.UNHANDLED_PAYLOAD.unpack(payload)[0], set()).add(peer.rank)
-        elif kind == wire.SURVIVORS and self._plan.direct:  # here it is looked once more at the end
+        elif kind == wire.SURVIVORS and self._plan.elsewhere:  # here it is looked once more at the end
             self._note_survivors(peer.host, payload.decode().splitlines())
         elif kind == wire.EXIT:
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
@@ -348,7 +340,7 @@ class _Job:
         return True
 
     def _release_report(self) -> None:
-        if self._phase is JobPhase.RUNNING and (self._all_started or not self._plan.noisy_start):
+        if self._phase is JobPhase.RUNNING:
             self._shown.release_launcher()
 
     def _on_signals(self) -> None:
@@ -391,15 +383,6 @@ class _Job:
             self._stop(kill_after_s=LOOK_S)
         elif self._reach.confirmed is None:
             self._after(LOOK_S, self._end_if_a_host_is_lost)
-
-    def _look_for_silent(self, asked: Future[str | None] | None = None) -> None:
-        """Name the hosts that do not answer, where no rank has come for a while."""
-        if self._ranks or self._phase is not JobPhase.RUNNING:
-            return
-        if asked is None or not asked.done():
-            self._after(1.0, self._look_for_silent, asked or self._reach.look_for_silent())
-        elif silent := asked.result():
-            self._shown.say(f"no rank has started yet: {silent}")
 
     # What is done: the job is ended
 
@@ -472,7 +455,7 @@ class _Job:
             self._leave_launcher()
 
     def _leave_launcher(self) -> None:
-        leave_s = FAR_LEAVE_S if self._plan.direct or self._plan.elastic else LEAVE_S
+        leave_s = FAR_LEAVE_S if self._plan.elsewhere or self._plan.elastic else LEAVE_S
         self._after(leave_s, self._signal_launcher, signal.SIGTERM)
         self._after(2 * leave_s, self._signal_launcher, signal.SIGKILL)
 
@@ -484,12 +467,12 @@ class _Job:
     def _kill_outright(self) -> None:
         for peer in list(self._peers):
             # Its host no longer answers, or it has not said who it is; without the connection it ends by itself.
-            if self._plan.direct or not peer.pid:
+            if self._plan.elsewhere or not peer.pid:
                 self._on_peer_gone(peer)
                 continue
             with contextlib.suppress(ProcessLookupError):
                 os.kill(peer.pid, signal.SIGKILL)
-        self._signal_launcher(signal.SIGTERM if self._plan.direct else signal.SIGKILL)
+        self._signal_launcher(signal.SIGTERM if self._plan.elsewhere else signal.SIGKILL)
 
     def _order(self, order: bytes) -> None:
         for peer in self._peers:
@@ -550,10 +533,7 @@ class _Job:
                 self._shown.launcher_at_end()
             return 0
         self._shown.launcher_at_end()
-        if not self._ranks and (unreached := self._reach.unreached(self._said)):
-            self._shown.say(unreached)
-            return as_shell
-        when = ("" if self._ranks else " before any rank started") + why_no_rank_starts(self._plan.n)
+        when = "" if self._ranks else " before any rank started"
         how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
         how = how if status else "lost contact with a host"
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
@@ -563,7 +543,7 @@ class _Job:
         """As much as is known: of a rank on another host that has not said how it ended, nothing is."""
         if self._survivors:
             return "it could not end all processes"
-        known = not self._plan.direct or len({end.rank for end in self._ends}) == self._plan.n
+        known = not self._plan.elsewhere or len({end.rank for end in self._ends}) == self._plan.n
         return "every process was ended" if known else "the job was ended"
 
     def _worker_of(self, failure: RankEnd) -> str:

@@ -1,27 +1,24 @@
-"""Horovod's settings for speed: as options, in the file of ``hvdkit tune``, or in the log of Horovod's autotuner."""
+"""Horovod's settings for speed: as options, or in the file of ``hvdkit tune``."""
 
 from __future__ import annotations
 
-import csv
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, structs
 
-from hvdkit.common import files, json_files
+from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 
 MIB = 1024 * 1024
-_VARIABLES = {
-    "HOROVOD_CYCLE_TIME": "cycle_time_ms",
-    "HOROVOD_FUSION_THRESHOLD": "fusion_threshold_bytes",
-    "HOROVOD_CACHE_CAPACITY": "cache_capacity",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "hierarchical_allreduce",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "hierarchical_allgather",
-    "HOROVOD_TORUS_ALLREDUCE": "torus_allreduce",
+OF_OPTIONS = {
+    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+    "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
+    "cache_capacity": "HOROVOD_CACHE_CAPACITY",
+    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
 }
+"""The options of ``hvdkit launch`` that win over a tuned file, and the variables that they set."""
 
 
 class Tuned(Part, frozen=True, omit_defaults=True):
@@ -33,7 +30,7 @@ class Tuned(Part, frozen=True, omit_defaults=True):
         cycle_time_s: seconds between two looks of Horovod at what is ready (HOROVOD_CYCLE_TIME, there in ms).
         fusion_threshold_bytes: size of the fusion buffer, 0 for no fusion.
         cache_capacity: tensors whose negotiation is remembered, 0 for none.
-        hierarchical_allreduce, hierarchical_allgather, torus_allreduce: within a host first, then between hosts.
+        hierarchical_allreduce: within a host first, then between hosts.
     """
 
     launcher: Annotated[str, Meta(pattern="^(mpirun|horovodrun)$")] | None = None
@@ -42,8 +39,6 @@ class Tuned(Part, frozen=True, omit_defaults=True):
     fusion_threshold_bytes: Whole | None = None
     cache_capacity: Whole | None = None
     hierarchical_allreduce: bool | None = None
-    hierarchical_allgather: bool | None = None
-    torus_allreduce: bool | None = None
 
     @property
     def cycle_time_ms(self) -> float | None:
@@ -52,8 +47,12 @@ class Tuned(Part, frozen=True, omit_defaults=True):
 
     def variables(self) -> dict[str, str]:
         """The environment variables of Horovod that say the same, in the units that Horovod reads."""
-        values = {variable: getattr(self, name) for variable, name in _VARIABLES.items()}
-        return {variable: _word(value) for variable, value in values.items() if value is not None}
+        values = (self.cycle_time_ms, self.fusion_threshold_bytes, self.cache_capacity, self.hierarchical_allreduce)
+        return {
+            variable: f"{value:g}" if isinstance(value, float) else str(int(value))
+            for variable, value in zip(OF_OPTIONS.values(), values, strict=True)
+            if value is not None
+        }
 
 
 class TunedFile(Document, frozen=True):
@@ -66,18 +65,10 @@ class TunedFile(Document, frozen=True):
 
     kind = "tuned"
     written_by = "hvdkit tune"
-    fix = "give a file of 'hvdkit tune', or a log of HOROVOD_AUTOTUNE_LOG"
+    fix = "give a file of 'hvdkit tune'"
 
     settings: Tuned
     measured: Any = None
-
-
-def _word(value: bool | int | float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(int(value))
-
-
-OVERRIDES = ("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
-"""The options of ``hvdkit launch`` that win over a tuned file."""
 
 
 def choose(
@@ -87,105 +78,24 @@ def choose(
     fusion_threshold_mb: float | None,
     cache_capacity: int | None,
     hierarchical_allreduce: bool | None,
-) -> tuple[Tuned, str, dict[str, str]]:
-    """The settings of a file with those of the options over them, the source of the file's, and the option behind each
-    variable.
+) -> tuple[Tuned, dict[str, str]]:
+    """The settings of a file with those of the options over them, and where each variable comes from.
 
     Args:
-        path: for ``read``, None for no file.
+        path: a file of ``hvdkit tune``, None for no file.
         fusion_threshold_mb: MiB; the others: see ``Tuned``.
     Raises:
-        InvalidArgumentError: see ``read``.
+        InvalidArgumentError: the file cannot be read, or is something else.
     """
+    found = Tuned() if path is None else json_files.read(path, TunedFile, InvalidArgumentError).settings
     options = Tuned(
         cycle_time_s=None if cycle_time_ms is None else cycle_time_ms / 1000,
         fusion_threshold_bytes=None if fusion_threshold_mb is None else round(fusion_threshold_mb * MIB),
         cache_capacity=cache_capacity,
         hierarchical_allreduce=hierarchical_allreduce,
     )
-    names = dict(zip(_VARIABLES, OVERRIDES, strict=False))
-    by_variable = {name: f"--{names[name].replace('_', '-')}" for name in options.variables()}
-    found, source = (Tuned(), "") if path is None else read(path)
+    sources = dict.fromkeys(found.variables(), f"--tuned {path}")
+    flags = {variable: f"--{option.replace('_', '-')}" for option, variable in OF_OPTIONS.items()}
+    sources.update({variable: flags[variable] for variable in options.variables()})
     given = {name: value for name, value in structs.asdict(options).items() if value is not None}
-    return structs.replace(found, **given), source, by_variable
-
-
-def read(path: Path) -> tuple[Tuned, str]:
-    """The settings of a file of ``hvdkit tune``, or the best row of a log of Horovod's autotuner; and their source.
-
-    Args:
-        path: JSON written by ``write``, or the CSV of HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB.
-    Raises:
-        InvalidArgumentError: it cannot be read, is neither, or holds no usable row.
-    """
-    try:
-        text = files.text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"{path} cannot be read as tuned settings: {error}.") from error
-    if text.lstrip().startswith("{"):
-        return json_files.decode(text, TunedFile, str(path), InvalidArgumentError).settings, str(path)
-    return _of_autotune_log(path, text)
-
-
-def write(path: Path, tuned: Tuned, measured: Part | None = None) -> None:
-    """Write a file for ``hvdkit launch --tuned``; an older one stays whole until the new one is complete.
-
-    Args:
-        path: the file.
-        tuned: the settings; those that are None are left out.
-        measured: how they were found; kept in the file, not read.
-    Raises:
-        DataError, InvalidArgumentError, OSError: it cannot be written.
-    """
-    json_files.write(path, TunedFile(tuned, measured))
-
-
-def _of_autotune_log(path: Path, text: str) -> tuple[Tuned, str]:
-    """The settings of the best row of a HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB."""
-    lines = text.splitlines()
-    names = [name.strip() for name in lines[0].split(",")] if lines else []
-    if not {"cycle_time_ms", "tensor_fusion_threshold", "score"} <= set(names):
-        raise InvalidArgumentError(
-            f"{path} is neither a file of 'hvdkit tune' nor a log of HOROVOD_AUTOTUNE_LOG, whose first line names "
-            "cycle_time_ms, tensor_fusion_threshold and score."
-        )
-    rows = []
-    for number, words in enumerate(csv.reader(lines[1:]), start=2):
-        row = _numbers(names, words)
-        if row is not None:
-            rows.append((row["score"], -number, row))
-        elif number < len(lines) or text.endswith("\n"):  # else the job was ended while it wrote its last line
-            raise InvalidArgumentError(
-                f"{path}, line {number}: expected {len(names)} numbers, got {lines[number - 1]!r}."
-            )
-    if not rows:
-        raise InvalidArgumentError(
-            f"{path} holds no measured row: the job ended before its autotuner had tried anything; train longer."
-        )
-    score, line, best = max(rows)
-    if score <= 0:
-        raise InvalidArgumentError(f"{path} has no row with a score above 0: its autotuner saw no allreduce.")
-    found = Tuned(
-        cycle_time_s=best["cycle_time_ms"] / 1000,
-        fusion_threshold_bytes=round(best["tensor_fusion_threshold"] * MIB),
-        cache_capacity=0 if best.get("cache_enabled") == 0 else None,
-        hierarchical_allreduce=_bool(best.get("hierarchical_allreduce")),
-        hierarchical_allgather=_bool(best.get("hierarchical_allgather")),
-        torus_allreduce=_bool(best.get("torus_allreduce")),
-    )
-    return found, f"line {-line} of {path}, the best of {len(rows)} (its fusion threshold is in MiB)"
-
-
-def _bool(value: float | None) -> bool | None:
-    return None if value is None else value != 0
-
-
-def _numbers(names: list[str], words: list[str]) -> dict[str, float] | None:
-    """A row of the log, None where it is not made of as many finite numbers, none below 0."""
-    try:
-        row = [float(word) for word in words]
-    except ValueError:
-        return None
-    if len(row) != len(names) or not all(0 <= value < math.inf for value in row):
-        return None
-    return dict(zip(names, row, strict=True))
+    return structs.replace(found, **given), sources

@@ -177,8 +177,7 @@ def tune(
       hvdkit tune -n 4 --launcher mpirun --threads 1,2,4 --fusion-thresholds-mb '' --budget 600 -- python train.py
     """
     require_scipy("hvdkit tune computes confidence intervals")
-    wish = trials.Wish(n, command, **where)
-    found = trials.look(wish)
+    found = trials.look(n, command, where)
     rng = np.random.default_rng(seed)
     fusion = tuple(round(size * MIB) for size in fusion_thresholds_mb)
     space = Space(found.launchers(), found.threads() if threads is None else threads, cycle_times_ms, fusion)
@@ -186,7 +185,7 @@ def tune(
     if not candidates:
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
     effort = Effort(repeats, confirmations, budget_s=budget)
-    search = Search(candidates, Launch(n, command, wish.options()), effort, rng, wall)
+    search = Search(candidates, Launch(n, command, found.options), effort, rng, wall)
     subject = report.TunedJob(n, command, found.describe(), found.facts.cores, seed, found.notes())
     status = _run(search, subject)
     if want_json:
@@ -194,7 +193,7 @@ def tune(
     else:
         click.echo(report.text(search, subject, interrupted=status != 0))
     if output is not None and status == 0:
-        _save(output, search, subject, wish.launcher if wish.launcher in trials.WITH_A_CONTROLLER else None)
+        _save(output, search, subject, where["launcher"] if where["launcher"] in trials.WITH_A_CONTROLLER else None)
     return status
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec import structs
 
+from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
-from hvdkit.run.launch import tuned
-from hvdkit.run.launch.tuned import Tuned
+from hvdkit.run.launch.tuned import Tuned, TunedFile
 from hvdkit.run.trials import DEFAULT, label
 from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search, Speedup
 
@@ -210,7 +210,7 @@ def save(path: Path, search: Search, subject: TunedJob, launcher: str | None = N
     settings = DEFAULT if best is None else best
     if best is not None and launcher is not None:
         settings = structs.replace(best, launcher=launcher)
-    tuned.write(path, settings, _measured(search, subject))
+    json_files.write(path, TunedFile(settings, _measured(search, subject)))
     return settings
 
 

@@ -101,7 +101,7 @@ def _curves(windows: Sequence[HistoryWindow], width: int) -> list[Text]:
     series: dict[str, list[float | None]] = {name: [window.logs.get(name) for window in windows] for name in names}
     series["grad norm"] = [window.grad_norm for window in windows]
     series["samples/s"] = [window.samples_per_s for window in windows]
-    found = []
+    found: list[Text] = []
     for name, values in series.items():
         known = [value for value in values if value is not None]
         if not known or len(found) == _LOGS:

@@ -58,8 +58,8 @@ class _AfterImport(MetaPathFinder):
         if name != self._name:
             return None
         sys.meta_path.remove(self)
-        others = (one for one in sys.meta_path if isinstance(one, _AfterImport))
-        waiting = (one.find_spec(name, path, target) for one in list(others))
+        others = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport)]
+        waiting = (finder.find_spec(name, path, target) for finder in others)
         spec = next(filter(None, waiting), None) or PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -74,7 +74,7 @@ class _AfterImport(MetaPathFinder):
 
 def _run(file: str, function: str, *arguments: ModuleType) -> None:
     """Run a function of hvdkit by its file's path: hvdkit itself need not be installed for this Python."""
-    spec = importlib.util.spec_from_file_location(f"_hvdkit_{Path(file).name}", _HERE.parents[2] / f"{file}.py")
+    spec = importlib.util.spec_from_file_location(f"_hvdkit_{Path(file).name}", _HERE.parents[1] / f"{file}.py")
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -1,1 +1,0 @@
-"""The directory that ``hvdkit launch`` puts first on PYTHONPATH, for the ``sitecustomize`` in it."""

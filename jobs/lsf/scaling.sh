@@ -10,7 +10,7 @@
 cd "$LS_SUBCWD" || exit 1
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit
 
-hvdkit launch -n 1 --ppn 1 --depth 7 --launcher jsrun --gpus-per-task 1 -- python examples/pytorch/cnn.py --epochs 1 > scaling.1.log 2>&1 || exit
-hvdkit launch -n 2 --ppn 2 --depth 7 --launcher jsrun --gpus-per-task 1 -- python examples/pytorch/cnn.py --epochs 1 > scaling.2.log 2>&1 || exit
-hvdkit launch -n 4 --ppn 4 --depth 7 --launcher jsrun --gpus-per-task 1 -- python examples/pytorch/cnn.py --epochs 1 > scaling.4.log 2>&1 || exit
-hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-task 1 -- python examples/pytorch/cnn.py --epochs 1 > scaling.8.log 2>&1 || exit
+hvdkit launch -n 1 --ppn 1 --depth 7 --launcher jsrun --gpus-per-node 1 -- python examples/pytorch/cnn.py --epochs 1 > scaling.1.log 2>&1 || exit
+hvdkit launch -n 2 --ppn 2 --depth 7 --launcher jsrun --gpus-per-node 2 -- python examples/pytorch/cnn.py --epochs 1 > scaling.2.log 2>&1 || exit
+hvdkit launch -n 4 --ppn 4 --depth 7 --launcher jsrun --gpus-per-node 4 -- python examples/pytorch/cnn.py --epochs 1 > scaling.4.log 2>&1 || exit
+hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-node 4 -- python examples/pytorch/cnn.py --epochs 1 > scaling.8.log 2>&1 || exit

@@ -9,4 +9,4 @@
 cd "$LS_SUBCWD" || exit 1
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit
 
-hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-task 1 --timeline timeline.json -- python examples/pytorch/cnn.py --epochs 1
+hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-node 4 --timeline timeline.json -- python examples/pytorch/cnn.py --epochs 1

@@ -9,4 +9,4 @@
 cd "$LS_SUBCWD" || exit 1
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit
 
-hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-task 1 --restarts 1 -- python examples/pytorch/cnn.py --checkpoint_dir runs/cnn --resume
+hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-node 4 --restarts 1 -- python examples/pytorch/cnn.py --checkpoint_dir runs/cnn --resume

@@ -111,7 +111,7 @@ def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution)
     if not lost or lost < _MOST_HIDDEN * _mean(duration):
         return None
     cycle, missed = summary.cycle.p50 if summary.cycle else 1e6 * CYCLE_S, steps.missed or 0.0
-    known = "measured" if summary.cycle else "Horovod's default; record with --mark-cycles to measure it"
+    known = "measured" if summary.cycle else "Horovod's default; set HOROVOD_TIMELINE_MARK_CYCLES=1 to measure it"
     evidence = f"{duration_text(lost)} from the first rank's announcement to the last one's; a cycle is "
     evidence += f"{duration_text(cycle)} ({known})"
     if outside_cache(missed, steps.tensors):

@@ -47,7 +47,7 @@ READS = {
 }  # fmt: skip
 """Command lines by command; BAD is the file that is none."""
 NOT_READ = {
-    "-o", "--output", "--json", "--plot", "--report", "--mpi-profile",
+    "-o", "--output", "--json", "--plot", "--report", "--autotune-log", "--mpi-profile",
     "--torch-profile", "--stall-dir", "--stage-dir", "--explain-dir", "--host-discovery-script", "--html", "--monitor",
 }  # fmt: skip
 """Parameters that name what is written, or run: these have tests of their own."""

@@ -18,6 +18,8 @@ import namespaces
 import pytest
 from ranks import warm
 
+from hvdkit.run.job import kubernetes
+from hvdkit.run.job.model import BatchJob
 from hvdkit.steps import secret
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None] + namespaces.missing()
@@ -267,12 +269,15 @@ def test_over_gloo_as_under_srun(hosts, rank_of, compare):
 def test_the_launcher_command_of_an_mpi_job_reaches_its_workers_by_the_operators_host_file(hosts, rank_of, tmp_path):
     """As in the launcher pod of the Kubeflow MPI Operator, where no rank runs."""
     command, environment = rank_of(train)
+    written = kubernetes.write(BatchJob(2, 1, "00:10:00", tuple(command)), "image", (), "/root/.ssh")
+    pods = json.loads(written)["spec"]["mpiReplicaSpecs"]
+    hvdkit, *words = pods["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    assert hvdkit == "hvdkit"
     (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in hosts.names[1:3]))
     pod = {"K_MPI_JOB_ROLE": "launcher", "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile")}
-    words = ["launch", "--launcher", "mpirun", "-n", "2", "--ppn", "1"]
     pod |= {"OMPI_MCA_orte_keep_fqdn_hostnames": "true", "OMPI_MCA_orte_set_default_slots": "1"}
     done = subprocess.run(
-        [*hosts.inside(0), sys.executable, "-m", "hvdkit.cli", *words, "--", *command],
+        [*hosts.inside(0), sys.executable, "-m", "hvdkit.cli", words[0], "--launcher", "mpirun", *words[1:]],
         env={**environment, **pod, "PATH": f"{hosts.bin}{os.pathsep}{environment['PATH']}"},
         capture_output=True,
         text=True,

@@ -108,7 +108,7 @@ def test_numbers_of_thousands_of_digits_are_refused_in_a_sentence(words, capsys)
     assert "commas between them" in said and "(5000 characters)" in said and len(said) < 600
 
 
-TOO_LONG = [*FILES, ["launch", "-n", "2", *JOB, "--timeline"]]
+TOO_LONG = [*FILES, ["launch", "-n", "2", *JOB, "--timeline"], ["launch", "-n", "2", *JOB, "--autotune-log"]]
 
 
 @pytest.mark.parametrize("words", TOO_LONG, ids=name)

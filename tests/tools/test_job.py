@@ -103,9 +103,26 @@ def test_the_script_for_polaris_word_for_word():
 @pytest.mark.parametrize(
     ("site_name", "changes", "expected"),
     [
-        ("slurm", {"directives": ("--reservation=a b",)}, ["#SBATCH --reservation=a b"]),
-        ("lsf", {"directives": ("-app gpu", "-r")}, ["#BSUB -app gpu", "#BSUB -r"]),
-        ("pbs", {"directives": ("-W group_list=me", "-J 0-9")}, ["#PBS -W group_list=me", "#PBS -J 0-9"]),
+        (
+            "slurm",
+            {"signal": "USR1@120", "requeue": True, "mail_type": "END,FAIL", "directive": ("--reservation=a b",)},
+            [
+                "#SBATCH --signal=B:USR1@120",
+                "#SBATCH --requeue",
+                "#SBATCH --mail-type=END,FAIL",
+                "#SBATCH --reservation=a b",
+            ],
+        ),
+        (
+            "lsf",
+            {"signal": "SIGUSR2@61", "requeue": True, "mail_type": "ALL", "directive": ("-app gpu",)},
+            ["#BSUB -wa USR2 -wt 2", "#BSUB -r", "#BSUB -B -N", "#BSUB -app gpu"],
+        ),
+        (
+            "pbs",
+            {"requeue": True, "mail_type": "ALL", "directive": ("-W group_list=me",)},
+            ["#PBS -r y", "#PBS -m bea", "#PBS -W group_list=me"],
+        ),
         (
             "slurm",
             {"ppn": None, "gpus_per_node": 2},
@@ -148,6 +165,18 @@ def test_the_script_for_polaris_word_for_word():
                 "exec hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-node 4 -- python",
             ],
         ),
+        (
+            "theta",
+            {},
+            [
+                "#COBALT -n 2",
+                "#COBALT -t 00:30:00",
+                "#COBALT -O hvdkit",
+                "#COBALT -q debug-cache-quad",
+                "#COBALT --attrs filesystems=home,theta-fs0",
+                "exec hvdkit launch -n 8 --ppn 4 --depth 16 --launcher aprun -- python train.py",
+            ],
+        ),
     ],
 )
 def test_what_each_system_is_told(site_name, changes, expected):
@@ -164,7 +193,10 @@ def test_what_each_system_is_told(site_name, changes, expected):
 def test_every_script_is_clean_and_launches_what_was_typed(site_name):
     chosen = site.find(None, site_name)
     asked = BatchJob(2, 4, "00:30:00", NASTY, account="me", gpus_per_node=4, depth=2, queue="q")
-    for wanted in (asked, replace(asked, depth=None, gpus_per_node=None, queue=None, stage=True)):
+    every = BatchJob(2, 4, "00:30:00", NASTY, account="me", mem="64G", exclusive=True, array="1-4:2%2",
+                log="log/%j.out", qos="q", constraint="gpu&hbm80g", stage=True)  # fmt: skip
+    every = replace(every, **dict.fromkeys(SYSTEMS[chosen.system].lacks))
+    for wanted in (asked, every):
         text = script.write(wanted, chosen, "/my venv/of $USER/it's/bin")
         assert passes_bash(text) is True
         (line,) = launch_lines(text)
@@ -204,15 +236,29 @@ def test_whatever_is_typed_reaches_the_command_as_it_is(words):
         (["--ppn", "-4"], "--ppn"),
         (["--depth", "-1"], "--depth"),
         (["--system", "loadleveler"], "--system"),
-        (["--system", "pbs", "--site", "summit"], "Site summit has lsf, and --system says pbs"),
-        (["--site", "nosuch"], "neither one of aurora, frontier, leonardo"),
+        (["--system", "pbs", "--site", "theta"], "Site theta has cobalt, and --system says pbs"),
+        (["--site", "nosuch"], "neither one of aurora, cobalt, frontier, leonardo"),
         (["--site", "polaris"], "give it with --account"),
+        (["--mem", "64"], "--mem must be a number with M, G or T"),
+        (["--mem", "64GB\n#PBS -q x"], "--mem must be a number"),
+        (["--array", "1,2"], "--array must be FIRST-LAST"),
+        (["--output", "a b"], "--output must be a file name without spaces"),
+        (["--qos", "a b"], "--qos must be a name"),
+        (["--qos", "high"], "--qos cannot be asked of pbs"),
+        (["--site", "slurm", "--constraint", "gpu;id"], "--constraint must be features"),
+        (["--site", "lsf", "--mem", "64G"], "--mem cannot be asked of lsf"),
+        (["--site", "theta", "--account", "me", "--array", "1-2"], "--array cannot be asked of cobalt"),
+        (["--signal", "USR1@120"], "--signal cannot be asked of pbs: it sends SIGTERM at the end of the walltime"),
+        (["--site", "slurm", "--signal", "USR1"], "--signal must be SIGNAL@SECONDS"),
+        (["--site", "slurm", "--signal", "USR1@1800"], "no later than the start of --walltime 00:30:00"),
+        (["--site", "slurm", "--mail-type", "SOMETIMES"], "--mail-type must be ALL, or some of"),
         (
             ["--site", "slurm", "--directive", "reservation=x"],
             "--directive must be one option of slurm without #SBATCH",
         ),
         (["--site", "slurm", "--directive", "--comment=x\nrm -rf x"], "--directive must be one option of slurm"),
         (["--directive", "--reservation=x"], "--directive must be one option of pbs without #PBS, such as '-W"),
+        (["--site", "cobalt", "--requeue"], "--requeue cannot be asked of cobalt: submit the script again"),
         (["-o", "nosuch/job.sh"], "No such file"),
     ],
 )
@@ -239,8 +285,8 @@ def test_no_line_of_the_command_becomes_a_line_of_the_script(capsys, word):
     ("words", "message"),
     [
         ("--system slurm --walltime 00:30:00", "--ppn is needed: how many GPUs a host of slurm has"),
-        ("--site summit --account me --walltime 00:30:00 --gpus-per-node 0", "--ppn is needed: how many sockets"),
-        ("--system pbs --ppn 4", "Missing option '--walltime'"),
+        ("--site theta --account me --walltime 00:30:00 --gpus-per-node 0", "--ppn is needed: how many sockets"),
+        ("--system pbs --ppn 4", "--walltime HH:MM:SS is needed"),
     ],
 )
 def test_what_only_the_user_knows_is_asked_for(capsys, words, message):
@@ -295,7 +341,7 @@ def asked(site_name, nodes, walltime, ppn=4, **others):
         ("polaris", "--nodes 2 --ppn 65 --walltime 00:30:00 --gpus-per-node 0", "that is 65 cores"),
         ("slurm", "--nodes 2 --ppn 8 --walltime 00:30:00 --gpus-per-node 4", "and --gpus-per-node asks for 4"),
         ("frontier", "--nodes 91 --ppn 8 --walltime 06:00:00", "batch: 92 to 183 nodes, 06:00:00"),
-        ("frontier", "--nodes 2 --ppn 8 --walltime 02:00:01 --queue debug", "does not give that (debug: 1 to 9472"),
+        ("frontier", "--nodes 2 --ppn 8 --walltime 02:00:01 --qos debug", "no queue for that (debug: 1 to 9472 nodes"),
         ("perlmutter", "--nodes 9 --ppn 4 --walltime 00:30:00 --queue debug", "or with --queue of regular, prem"),
     ],
 )  # fmt: skip
@@ -318,9 +364,9 @@ def test_what_a_site_does_not_give_is_one_sentence(capsys, site_name, options, m
         ("aurora", 2, "00:30:00", {}, ["-q debug", "-l select=2:ncpus=208", "-l place=scatter"]),
         ("aurora", 1025, "18:00:00", {}, ["-q prod"]),
         ("frontier", 64, "24:00:00", {}, ["--partition=extended", "--cpus-per-task=7", "--gpus-per-node=8"]),
-        ("frontier", 2, "00:30:00", {"queue": "debug"}, ["--partition=batch", "--qos=debug"]),
+        ("frontier", 2, "00:30:00", {"qos": "debug"}, ["--partition=batch", "--qos=debug"]),
         ("perlmutter", 2, "00:30:00", {}, ["--qos=debug", "--constraint=gpu", "--cpus-per-task=32"]),
-        ("perlmutter", 9, "00:30:00", {"directives": ("--constraint=cpu",)}, ["--qos=regular", "--constraint=cpu"]),
+        ("perlmutter", 9, "00:30:00", {"constraint": "gpu&hbm80g"}, ["--qos=regular", "--constraint=gpu&hbm80g"]),
         ("perlmutter", 9, "00:30:00", {"queue": "premium"}, ["--qos=premium"]),
         ("lumi", 4, "60:00:00", {}, ["--partition=small-g", "--exclusive", "--gpus-per-node=8"]),
         ("leonardo", 65, "24:00:00", {}, ["--partition=boost_usr_prod", "--qos=boost_qos_bprod"]),
@@ -368,6 +414,20 @@ def test_the_sizes_of_a_queue_follow_each_other(name):
         assert all(after[0] == before[1] + 1 for before, after in itertools.pairwise(of_queue))
 
 
+def test_each_system_is_told_of_memory_arrays_and_logs():
+    wishes = {"mem": "64G", "exclusive": True, "array": "1-8:2%4", "log": "runs/%j.log"}
+    slurm = asked("slurm", 2, "00:30:00", **wishes)
+    expected = {"--mem=64G", "--exclusive", "--array=1-8:2%4", "--output=runs/%j.log"}
+    assert expected <= set(slurm)
+    pbs = asked("pbs", 2, "00:30:00", **wishes)
+    expected = {"-l select=2:ncpus=4:mpiprocs=4:mem=64gb", "-l place=scatter:excl", "-J 1-8:2%4", "-o runs/%j.log"}
+    assert expected <= set(pbs)
+    lsf = asked("lsf", 2, "00:30:00", **(wishes | {"mem": None}))
+    assert {'-J "hvdkit[1-8:2]%4"', "-x", "-o runs/%j.log"} <= set(lsf)
+    assert "--output=%x.%A_%a.log" in asked("slurm", 2, "00:30:00", array="0-3")
+    assert "-o hvdkit.%J.%I.log" in asked("lsf", 2, "00:30:00", array="1-3")
+
+
 def cores(cpu_bind):
     """The cores of each rank that a --cpu-bind names, in order."""
     kind, _, said = cpu_bind.partition(":")
@@ -403,18 +463,19 @@ def test_a_rank_is_tied_to_the_cores_near_its_gpu(name):
 def test_ranks_on_cpus_share_the_cores_of_a_host():
     lines = asked("polaris", 2, "00:30:00", ppn=32, gpus_per_node=0)
     assert parsed(launch_lines("\n".join(lines))[0])["depth"] == 2
-    assert not any("--gpus" in line for line in asked("perlmutter", 2, "00:30:00", gpus_per_node=0))
+    assert not any("gpu" in line for line in asked("perlmutter", 2, "00:30:00", gpus_per_node=0, constraint="cpu"))
 
 
 @pytest.mark.parametrize(
     ("words", "note"),
     [
         (["--site", "summit"], "Note: summit is retired: OLCF decommissioned it on November 15, 2024"),
+        (["--site", "theta"], "Note: theta is retired: ALCF's user guides no longer list it"),
         (
             ["--site", "polaris", "--queue", "R1"],
             "Note: queue R1 is not among those of site polaris (debug, debug-scal",
         ),
-        (["--site", "perlmutter", "--queue", "realtime"], "Note: queue realtime is not among those of site perlmutter"),
+        (["--site", "perlmutter", "--qos", "realtime"], "Note: QOS realtime is not among those of site perlmutter"),
     ],
 )
 def test_a_note_where_nothing_checks_the_script(capsys, words, note):
@@ -446,7 +507,7 @@ def test_a_site_of_ones_own(tmp_path):
     ("text", "key"),
     [
         ("", "missing required field `system`"),
-        ('system = "condor"', "`str` that is one of pbs, slurm, lsf - at `$.system`"),
+        ('system = "condor"', "`str` that is one of pbs, slurm, lsf, cobalt - at `$.system`"),
         ("system = 3", "Expected `str`, got `int` - at `$.system`"),
         ('system = "pbs"\ncolour = 1', "unknown field `colour`"),
         ('system = "pbs"\nsetup = "module load x"', "Expected `array`, got `str` - at `$.setup`"),
@@ -501,7 +562,7 @@ def test_the_site_file_that_the_docs_show_can_be_read_and_shows_every_key(tmp_pa
 
 
 def test_the_sites_are_known_by_name_and_travel_with_the_package():
-    machines = {"aurora", "frontier", "leonardo", "lumi", "parallelcluster", "perlmutter", "polaris", "summit"}
+    machines = {"aurora", "frontier", "leonardo", "lumi", "parallelcluster", "perlmutter", "polaris", "summit", "theta"}
     assert set(SYSTEMS) | machines == set(site.known())
     assert all(site.find(None, name).name == name for name in site.known())
     assert importlib.resources.files("hvdkit.run.job").joinpath("sites/polaris.toml").is_file()

@@ -1,4 +1,4 @@
-"""The ready MPIJob, by the operator's published schema; and ``hvdkit launch`` in the operator's launcher pod."""
+"""An MPIJob: what it says, that the operator's published schema takes it, and ``hvdkit launch`` in its launcher pod."""
 
 import json
 import re
@@ -7,13 +7,94 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from hvdkit import cli
+from hvdkit.run.job import kubernetes
+from hvdkit.run.job.model import BatchJob
 
-ROOT = Path(__file__).parents[2]
-SCHEMA = json.loads((ROOT / "tests/data/kubernetes/mpijob_v2beta1.json").read_text())["openAPIV3Schema"]
-READY = (ROOT / "jobs/kubernetes/mpijob.yaml").read_text()
+SCHEMA = json.loads((Path(__file__).parents[1] / "data/kubernetes/mpijob_v2beta1.json").read_text())["openAPIV3Schema"]
 KINDS = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+TYPED = ["--nodes", "2", "--ppn", "4", "--walltime", "02:00:30"]
+USER_SSH = "/home/mpiuser/.ssh"
+GOLDEN = """\
+apiVersion: "kubeflow.org/v2beta1"
+kind: "MPIJob"
+metadata:
+  name: "cnn"
+spec:
+  slotsPerWorker: 4
+  sshAuthMountPath: "/home/mpiuser/.ssh"
+  launcherCreationPolicy: "WaitForWorkersReady"
+  runPolicy:
+    cleanPodPolicy: "Running"
+    backoffLimit: 0
+    activeDeadlineSeconds: 7230
+  mpiReplicaSpecs:
+    Launcher:
+      replicas: 1
+      restartPolicy: "Never"
+      template:
+        spec:
+          securityContext:
+            runAsUser: 1000
+            fsGroup: 1000
+          containers:
+            - name: "launcher"
+              image: "site/train:1"
+              command:
+                - "hvdkit"
+                - "launch"
+                - "-n"
+                - "8"
+                - "--ppn"
+                - "4"
+                - "--threads"
+                - "2"
+                - "--"
+                - "python"
+                - "train.py"
+              volumeMounts:
+                - name: "volume-0"
+                  mountPath: "/results"
+          volumes:
+            - name: "volume-0"
+              persistentVolumeClaim:
+                claimName: "results"
+    Worker:
+      replicas: 2
+      restartPolicy: "Never"
+      template:
+        spec:
+          securityContext:
+            runAsUser: 1000
+            fsGroup: 1000
+          containers:
+            - name: "worker"
+              image: "site/train:1"
+              command:
+                - "/usr/sbin/sshd"
+                - "-De"
+                - "-f"
+                - "/home/mpiuser/.sshd_config"
+              resources:
+                limits:
+                  cpu: 8
+                  nvidia.com/gpu: 4
+              volumeMounts:
+                - name: "shm"
+                  mountPath: "/dev/shm"
+                - name: "volume-0"
+                  mountPath: "/results"
+          volumes:
+            - name: "shm"
+              emptyDir:
+                medium: "Memory"
+            - name: "volume-0"
+              persistentVolumeClaim:
+                claimName: "results"
+"""
 
 
 def wrong(value, schema, where="MPIJob"):
@@ -38,30 +119,104 @@ def wrong(value, schema, where="MPIJob"):
     return found
 
 
+def write(capsys, *options, command=("python", "train.py")):
+    words = ["job", "--system", "kubernetes", "--image", "site/train:1", *TYPED, *options]
+    status = cli.run([*words, "--", *command])
+    return status, *capsys.readouterr()
+
+
+def container(text, role):
+    (one,) = json.loads(text)["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]["containers"]
+    return one
+
+
+def test_an_mpi_job_word_for_word(capsys, tmp_path):
+    options = ["--depth", "2", "--gpus-per-node", "4", "--volume", "results:/results", "--name", "cnn"]
+    status, text, err = write(capsys, *options)
+    assert (status, json.loads(text), err) == (0, yaml.safe_load(GOLDEN), "")
+    file = tmp_path / "job.yaml"
+    status, out, err = write(capsys, *options, "-o", str(file))
+    assert (status, out, err) == (0, "", f"{file} is written; submit it: kubectl create -f {file}\n")
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--gpus-per-node", "1", "--depth", "3"],
+        ["--volume", "a:/a", "--volume", "b:/b/c"],
+        ["--ssh-dir", "/root/.ssh"],
+    ],
+)
+def test_the_published_schema_takes_it(capsys, options):
+    status, text, _ = write(capsys, *options)
+    assert status == 0 and wrong(json.loads(text), SCHEMA) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (("replicas: 2", 'replicas: "2"'), "MPIJob.spec.mpiReplicaSpecs.Worker.replicas: '2' is no integer"),
         (("emptyDir", "emptyDirectory"), "...Worker.template.spec.volumes[] has no emptyDirectory"),
         (("mountPath", "path"), "...containers[].volumeMounts[] lacks mountPath"),
+        (("cpu: 8", 'cpu: "many"'), "...limits.cpu: 'many' is no quantity"),
         (("slotsPerWorker", "slots"), "MPIJob.spec has no slots"),
     ],
+)  # fmt: skip
+def test_the_schema_would_find_a_mistake(change, message):
+    found = wrong(yaml.safe_load(GOLDEN.replace(*change)), SCHEMA)
+    assert any(one.endswith(message.removeprefix("...")) for one in found), found
+
+
+def test_root_needs_no_user_and_no_file_for_sshd(capsys):
+    text = write(capsys, "--ssh-dir", "/root/.ssh")[1]
+    assert "runAsUser" not in text
+    assert container(text, "Worker")["command"] == ["/usr/sbin/sshd", "-De"]
+
+
+def passed_on(word):
+    """What Kubernetes makes of a word of a command: $$ is $, and for $(NAME) it takes the value of a variable."""
+    return re.sub(r"\$(\$|\([^)]*\))?", lambda found: {None: "$", "$": "$"}.get(found[1], "VALUE"), word)
+
+
+@settings(max_examples=200)
+@example(["a\u2028b\x85", "\U0001f600 é"])
+@given(
+    st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=12) | st.just("$(HOME)$$x"), max_size=4)
 )
-def test_the_published_schema_takes_the_ready_job_and_would_find_a_mistake(change, message):
-    assert wrong(yaml.safe_load(READY), SCHEMA) == []
-    found = wrong(yaml.safe_load(READY.replace(*change)), SCHEMA)
-    assert any(problem.endswith(message.removeprefix("...")) for problem in found), found
+def test_whatever_is_typed_reaches_the_command_as_it_is(words):
+    job = BatchJob(1, 2, "00:01:00", ("x", *words))
+    command = container(kubernetes.write(job, "i", (), USER_SSH), "Launcher")["command"]
+    assert [passed_on(word) for word in command] == ["hvdkit", "launch", "-n", "2", "--ppn", "2", "--", "x", *words]
 
 
-def test_the_ready_job_starts_as_many_ranks_as_its_workers_have_slots(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    spec = yaml.safe_load(READY)["spec"]
-    (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
-    hvdkit, *words = launcher["command"]
-    pods = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
-    assert hvdkit == "hvdkit" and words[:5] == ["launch", "-n", str(pods * 4), "--ppn", "4"]
-    hosts = ["--hosts", ",".join(f"pod{number}:{spec['slotsPerWorker']}" for number in range(pods))]
-    assert cli.run([words[0], "--dry-run", "--launcher", "mpirun", *hosts, *words[1:]]) == 0, capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--image", "a b"], "--image must name a container image with hvdkit, Horovod, MPI and sshd in it, got 'a b'"),
+        (["--name", "CNN"], "--name must be small letters, digits and - from a letter on"),
+        (["--name", "a" * 55], f"at most 63 with what its pods add ({'a' * 55}-worker-1)"),
+        (["--volume", "results"], "--volume must be CLAIM:DIRECTORY"),
+        (["--volume", "a:/x", "--volume", "b:/x"], "each directory once"),
+        (["--volume", 'a:/x"'], "--volume must be CLAIM:DIRECTORY"),
+        (["--ssh-dir", "keys"], "--ssh-dir must be a directory such as /root/.ssh, got 'keys'"),
+        (["--queue", "gpu"], "--queue is for batch systems; leave it out with --system kubernetes"),
+        (["--account", "me"], "--account is for batch systems"),
+        (["--site", "polaris"], "--site is for batch systems"),
+        (["--walltime", "30"], "HH:MM:SS"),
+        (["--system", "slurm"], "--image and --volume are for --system kubernetes"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(capsys, options, message):
+    status, out, err = write(capsys, *options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_there_is_no_default_image(capsys):
+    assert cli.run(["job", "--system", "kubernetes", *TYPED, "--", "x"]) == 2
+    assert "got None" in capsys.readouterr().err
 
 
 # In the launcher pod

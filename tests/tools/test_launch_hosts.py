@@ -98,7 +98,7 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
             f"{MPIRUN} --map-by ppr:4:node:PE=16 --bind-to core {YIELD} {PASSED}",
         ),
         (
-            {"launcher": "mpirun", "cpu_bind": "package", **TWO_HOSTS},
+            {"launcher": "mpirun", "bind": "socket", **TWO_HOSTS},
             f"{MPIRUN} --map-by ppr:4:node --bind-to package {YIELD} {PASSED}",
         ),
         (
@@ -112,17 +112,17 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
         # Ties, and hosts that the user names.
         ({"launcher": "mpiexec"}, "/site/bin/mpiexec -n 8 --cpu-bind none python train.py"),
         (
-            {"launcher": "mpiexec", "ppn": 4, "cpu_bind": "numa", **TWO_HOSTS},
+            {"launcher": "mpiexec", "ppn": 4, "bind": "numa", **TWO_HOSTS},
             "/site/bin/mpiexec -n 8 --ppn 4 --cpu-bind numa --hosts h1,h2 python train.py",
         ),
-        ({"launcher": "aprun", "cpu_bind": "cpu"}, "/site/bin/aprun -n 8 --cc cpu python train.py"),
+        ({"launcher": "aprun", "bind": "core"}, "/site/bin/aprun -n 8 --cc cpu python train.py"),
         (
             {"launcher": "aprun", "hosts": (Host("nid00012", 4), Host("13", 4)), "hosts_chosen": True},
             "/site/bin/aprun -n 8 --cc none -L 12,13 python train.py",
         ),
         ({"launcher": "srun"}, f"/site/bin/srun --ntasks=8 --cpu-bind=none {SRUN_ENDS}"),
         (
-            {"launcher": "srun", "ppn": 8, "cpu_bind": "ldoms", **TWO_HOSTS},
+            {"launcher": "srun", "ppn": 8, "bind": "numa", **TWO_HOSTS},
             "/site/bin/srun --ntasks=8 --ntasks-per-node=8 --nodes=1 --cpu-bind=ldoms --nodelist=h1 " + SRUN_ENDS,
         ),
         ({"launcher": "jsrun"}, "/site/bin/jsrun -n 8 -a 1 python train.py"),
@@ -205,6 +205,8 @@ def test_notes_name_what_other_hosts_need():
         ({"launcher": "mpirun", "depth": 9}, "need 72 cores, and this machine has 64"),
         ({"launcher": "mpirun", "gpus_per_node": 1}, "--gpus-per-node is for srun, jsrun, and this job is started by"),
         ({"launcher": "jsrun", "cpu_bind": "list:0:1"}, "--cpu-bind is for mpirun, srun, mpiexec, aprun, and this job"),
+        ({"launcher": "aprun", "bind": "socket"}, "use core or numa"),
+        ({"launcher": "jsrun", "bind": "core"}, "leave it out, or give --depth"),
         ({"launcher": "aprun", **TWO_HOSTS}, "'h1': aprun takes node ids"),
         ({"launcher": "jsrun", **TWO_HOSTS}, "leave --hosts and --hostfile out"),
         ({"launcher": "jsrun", "gpus_per_node": 6, "ppn": 4}, "must be a multiple of --ppn"),

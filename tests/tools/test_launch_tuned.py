@@ -13,7 +13,7 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.run.launch import facts
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.launch.tuned import Tuned, TunedFile, choose
+from hvdkit.run.launch.tuned import Tuned, TunedFile, choose, read
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,47 @@ def dry_run(capsys, *words):
     status = cli.run(["launch", "-n", "2", "--dry-run", "--explain", *words, "train.py"])
     out, err = capsys.readouterr()
     return status, [word for word in shlex.split(out) if "=" in word], shlex.split(out), err
+
+
+LOG = Path(__file__).parents[1] / "data" / "autotune" / "torch-mpi-2ranks.csv"
+HEADER = LOG.read_text().splitlines()[0] + "\n"
+
+
+def test_the_best_row_of_a_real_log_in_bytes_and_milliseconds(capsys):
+    status, variables, _, err = dry_run(capsys, "--tuned", str(LOG))
+    assert status == 0
+    assert {"HOROVOD_CYCLE_TIME=3.0047", f"HOROVOD_FUSION_THRESHOLD={round(3.64484 * 1048576)}"} <= set(variables)
+    assert "HOROVOD_CACHE_CAPACITY=0" in variables and "HOROVOD_HIERARCHICAL_ALLREDUCE=0" in variables
+    assert f"line 8 of {LOG}, the best of 15" in " ".join(err.split())
+
+
+def log(tmp_path, *rows, end="\n"):
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + "\n".join(rows) + end)
+    return path
+
+
+def test_a_log_whose_job_was_killed_gives_the_best_of_its_whole_rows(tmp_path):
+    path = log(tmp_path, "1,0,0, 1,2.5,4.9,10", "0,0,0, 1,5,64,9.5", "0,0,0, 1,1,", end="")
+    best, _ = read(path)
+    assert (best.cycle_time_ms, best.fusion_threshold_bytes, best.hierarchical_allreduce) == (2.5, 5138022, True)
+    assert best.cache_capacity is None, "with the cache on, its capacity stays Horovod's"
+
+
+@pytest.mark.parametrize(
+    ("rows", "end", "named"),
+    [
+        ([], "", "no row with a score above 0"),
+        (["0,0,0, 1,5,64,0"], "\n", "no row with a score above 0"),
+        (["0,0,0, 1,5,64,1", "0,0,x, 1,5,64,1", "0,0,0, 1,5,64,1"], "\n", "line 3: expected 7 numbers"),
+        (["0,0,0, 1,5,64,1", "0,0,0, 1,5"], "\n", "line 3"),
+        (["0,0,0, 1,-5,64,1", "0,0,0, 1,5,64,1"], "\n", "line 2"),
+    ],
+)
+def test_a_bad_log_is_named_by_its_line(capsys, tmp_path, rows, end, named):
+    status, variables, _, err = dry_run(capsys, "--tuned", str(log(tmp_path, *rows, end=end)))
+    assert (status, variables, err.count("\n")) == (2, [], 1)
+    assert named in err
 
 
 NO_OPTION = dict.fromkeys(("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce"))
@@ -97,7 +138,7 @@ def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(caps
     json_files.write(path, TunedFile(Tuned(launcher="horovodrun", threads=3, cycle_time_s=0.0005)))
     _, variables, words, err = dry_run(capsys, "--tuned", str(path))
     assert {"OMP_NUM_THREADS=3", "HOROVOD_CYCLE_TIME=0.5"} <= set(variables)
-    assert "/venv/bin/horovodrun" in words and f"HOROVOD_CYCLE_TIME=0.5\n    --tuned {path}\n" in err
+    assert "/venv/bin/horovodrun" in words and f"HOROVOD_CYCLE_TIME=0.5\n    --tuned: {path}\n" in err
     _, variables, words, _ = dry_run(capsys, "--tuned", str(path), "--launcher", "mpirun", "--threads", "2")
     assert "OMP_NUM_THREADS=2" in variables and "/venv/bin/mpirun" in words
 
@@ -124,6 +165,8 @@ def test_skew_in_the_timeline_turns_the_cache_off(capsys):
     "words",
     [
         ["--skew"],
+        ["--tuned", str(LOG), "--autotune-log", "x.csv"],
+        ["--cycle-time-ms", "1", "--autotune-log", "x.csv"],
         ["--cycle-time-ms", "-1"],
         ["--fusion-threshold-mb", "nan"],
         ["--cache-capacity", "-1"],

@@ -30,7 +30,7 @@ from hvdkit.measure.emulate import results
 from hvdkit.observe import step_files
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.run.job import site
-from hvdkit.run.launch import placement
+from hvdkit.run.launch import placement, tuned
 from hvdkit.run.launch.tuned import Tuned, TunedFile
 from hvdkit.steps.checkpoint import CheckpointDirectory
 
@@ -98,7 +98,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "plan.json": command("emulate", "sizes", "--plan", "FILE"),
     "metrics.jsonl": command("watch", "FILE", "--once"),
     "script.py": command("check", "FILE"),
-    "tuned.json": lambda path: json_files.read(path, TunedFile),
+    "tuned.json": tuned.read,
+    "autotune.csv": tuned.read,
     "site.toml": site.read,
     "hosts": placement.read,
     "steps/rank-0.jsonl": lambda path: step_files.read(path.parent),
@@ -141,6 +142,7 @@ def real(place: Path) -> Callable[[str], bytes]:
         "fit.json": (place / "emulate.json").read_bytes(),
         "metrics.jsonl": (DATA / "watch" / "metrics.jsonl").read_bytes()[:3000],
         "script.py": (DATA / "check" / "correct" / "horovod_torch.py").read_bytes(),
+        "autotune.csv": next((DATA / "autotune").glob("*.csv")).read_bytes(),
         "site.toml": (site.SITES / "polaris.toml").read_bytes(),
         "hosts": b"node1:4\nnode2 slots=2  # the rest\nnode3\nnode3\n",
         "steps/rank-0.jsonl": b'{"hvdkit": "step times", "version": 1, "rank": 0}\n[0.5, 0.6, null, 0.7]\n',

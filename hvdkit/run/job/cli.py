@@ -11,12 +11,18 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job import script, site
-from hvdkit.run.job.model import SYSTEM_NAMES, BatchJob
+from hvdkit.run.job import kubernetes, script, site
+from hvdkit.run.job import submit as submitting
+from hvdkit.run.job.model import BatchJob
+from hvdkit.run.job.script import SYSTEMS
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--system", type=click.Choice(SYSTEM_NAMES), help="The batch system  [default: that of --site]")
+@click.option(
+    "--system",
+    type=click.Choice([*SYSTEMS, kubernetes.NAME]),
+    help="The batch system, or kubernetes for an MPIJob  [default: that of --site]",
+)
 @click.option(
     "--site",
     "site_name",
@@ -25,28 +31,58 @@ from hvdkit.run.job.model import SYSTEM_NAMES, BatchJob
 )
 @click.option("--nodes", type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
 @click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks on each host  [default: one a GPU, else one a socket]")
-@click.option("--walltime", required=True, metavar="HH:MM:SS", help="Time limit of the job.")
+@click.option("--walltime", metavar="HH:MM:SS", help="Time limit of the job; only Kubernetes can do without.")
 @click.option("--queue", metavar="Q", help="Queue or partition  [default: the first of the site's that fits]")
+@click.option("--qos", metavar="Q", help="Slurm: quality of service.")
+@click.option("--constraint", metavar="C", help="Slurm: features that the hosts must have  [default: the site's]")
 @click.option("--account", metavar="A", help="Account or project to charge.")
 @click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores of each rank  [default: the site's]")
 @click.option("--gpus-per-node", type=AT_LEAST_0, metavar="G", help="GPUs on each host, 0 to train on its CPUs.")
+@click.option("--mem", metavar="M", help="Memory of each host, such as 64G.")
+@click.option("--exclusive", is_flag=True, help="Request whole hosts.")
 @click.option("--stage", is_flag=True, help="Copy the environment to the hosts' local disks first.")
+@click.option("--array", metavar="A-B[:S][%M]", help="Submit a job array, with at most M jobs running.")
+@click.option("--output", "log", metavar="LOG", help="File for the job's output, in the batch system's pattern.")
 @click.option(
-    "--directive",
-    "directives",
-    multiple=True,
-    metavar="TEXT",
-    help="A further directive, without its prefix, such as --array=0-9; repeatable.",
+    "--signal",
+    metavar="SIGNAL@SECONDS",
+    help="Have it sent so long before the time limit, such as USR1@120, to save in.",
+)
+@click.option("--requeue", is_flag=True, help="Queue the job again when it is preempted or loses a host.")
+@click.option("--mail-type", metavar="EVENTS", help="Have mail sent: ALL, or some of BEGIN,END,FAIL,REQUEUE.")
+@click.option("--directive", multiple=True, metavar="TEXT", help="A further directive, without its prefix; repeatable.")
+@click.option("--image", help="Kubernetes: the container image.")
+@click.option(
+    "--volume", "volumes", multiple=True, metavar="CLAIM:DIR", help="Kubernetes: a volume for every pod; repeatable."
+)
+@click.option(
+    "--ssh-dir",
+    default="/home/mpiuser/.ssh",
+    metavar="DIR",
+    help=f"Kubernetes: where the image's user has ssh keys; {kubernetes.ROOT} for root.",
 )
 @click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Write the script to FILE, not to standard output.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
+@click.option("--submit", "submit_it", is_flag=True, help="Submit the job, show its output, and exit with its status.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
-def job(*, system: str | None, site_name: str | None, output: Path | None, force: bool, **wanted: Any) -> int:
+def job(
+    *,
+    system: str | None,
+    site_name: str | None,
+    image: str | None,
+    volumes: tuple[str, ...],
+    ssh_dir: str,
+    output: Path | None,
+    force: bool,
+    submit_it: bool,
+    **wanted: Any,
+) -> int:
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
-    Nothing is submitted. Requests that no queue or host of the site can meet are refused. COMMAND is quoted: the
-    script's shell passes it on as typed.
+    For Kubernetes it is an MPIJob of N worker pods, for the Kubeflow MPI Operator. Nothing is submitted without
+    --submit. Requests that no queue or host of the site can meet are refused. COMMAND is quoted: the script's shell
+    passes it on as typed.
 
     \b
     Examples:
@@ -54,24 +90,41 @@ def job(*, system: str | None, site_name: str | None, output: Path | None, force
       hvdkit job --site polaris --nodes 2 --ppn 4 --walltime 00:30:00 --account me -- python train.py --epochs 3
       hvdkit job --site frontier --nodes 100 --ppn 8 --walltime 06:00:00 --account me -- python train.py
       hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
+      hvdkit job --system kubernetes --image me/train:1 --nodes 2 --ppn 4 --walltime 2:00:00 -- python train.py
 
-    Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
+    With --submit, Ctrl-C stops following the job and does not end it. An array is submitted, not followed.
+
+    Exit status: 0 success, 2 for bad usage, an output that cannot be written included; with --submit the job's own.
     """
     asked = BatchJob(**wanted)
-    chosen = site.find(system, site_name)
-    text = script.write(asked, chosen, str(Path(sys.executable).absolute().parent))
-    for note in site.notes(asked, chosen):
-        click.echo(f"Note: {note}", err=True)
-    if output is None:
+    if system == kubernetes.NAME:
+        if submit_it:
+            raise InvalidArgumentError("--submit is for batch systems; write with -o, then 'kubectl create -f' it.")
+        if site_name is not None:
+            raise InvalidArgumentError("--site is for batch systems; leave it out with --system kubernetes.")
+        text, submit = kubernetes.write(asked, image, volumes, ssh_dir), kubernetes.SUBMIT
+    else:
+        if image is not None or volumes:
+            raise InvalidArgumentError("--image and --volume are for --system kubernetes; leave them out.")
+        chosen = site.find(system, site_name)
+        text = script.write(asked, chosen, str(Path(sys.executable).absolute().parent))
+        for note in site.notes(asked, chosen):
+            click.echo(f"Note: {note}", err=True)
+        submit = SYSTEMS[chosen.system].submit
+    if output is not None:
+        _save(output, text, force=force)
+        click.echo(f"{output} is written; submit it: {submit} {shlex.quote(str(output))}", err=True)
+    elif not submit_it:
         click.echo(text, nl=False)
-        return 0
+    return submitting.submit(chosen.system, asked, text) if submit_it else 0
+
+
+def _save(file: Path, text: str, *, force: bool) -> None:
     try:
-        with output.open("w" if force else "x", encoding="utf-8") as stream:
+        with file.open("w" if force else "x", encoding="utf-8") as stream:
             stream.write(text)
+        file.chmod(0o755)  # Cobalt runs the file itself
     except FileExistsError as error:
-        raise InvalidArgumentError(f"{output} exists; give another name, or --force to overwrite it.") from error
+        raise InvalidArgumentError(f"{file} exists; give another name, or --force to overwrite it.") from error
     except OSError as error:
-        raise InvalidArgumentError(f"{output} cannot be written: {error.strerror}.") from error
-    submit = script.SYSTEMS[chosen.system].submit
-    click.echo(f"{output} is written; submit it: {submit} {shlex.quote(str(output))}", err=True)
-    return 0
+        raise InvalidArgumentError(f"{file} cannot be written: {error.strerror}.") from error

@@ -12,7 +12,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.options import LAUNCHERS
 
 SINGLE_LINE, SHELL, WALLTIME = r"\A[^\r\n]*\Z", r"\A#![^\r\n]*bash[^\r\n]*\Z", r"\A[0-9]{1,3}(:[0-5][0-9]){2}\Z"
-SYSTEM_NAMES = ("pbs", "slurm", "lsf")
+SYSTEM_NAMES = ("pbs", "slurm", "lsf", "cobalt")
 SYSTEM, LAUNCHER = (rf"\A({'|'.join(names)})\Z" for names in (SYSTEM_NAMES, ("auto", *LAUNCHERS)))
 FORMS = {
     SINGLE_LINE: "that is a single line",
@@ -38,29 +38,43 @@ class BatchJob:
     Attributes:
         nodes: number of hosts, > 0.
         ppn: ranks on each, > 0, None for one a GPU, or one a socket to train on CPUs.
-        walltime: HH:MM:SS.
+        walltime: HH:MM:SS, None for no limit (Kubernetes).
         command: what each rank runs, at least one word.
         name: of the job, also in the names of its logs.
-        queue, account: None for the site's own.
+        queue, account, qos, constraint: None for the site's own.
         depth: cores of each rank, > 0, None for the site's own.
         gpus_per_node: >= 0, 0 for ranks that train on CPUs, None for what the site gives.
+        mem: memory of each host, a number with M, G or T, None for what the site gives.
+        exclusive: no other job on the hosts.
+        array: FIRST-LAST, FIRST-LAST:STEP, and %MOST at a time: so many jobs of this one script; None for one.
+        log: file for what the job prints, in the batch system's own pattern, None for the usual one.
         stage: the hosts get copies of the environment first.
-        directives: further ones, without their prefix: those of the queue before the user's own.
-        qos: Slurm's quality of service that goes with the queue.
+        signal: SIGNAL@SECONDS: sent to the job so long before its time limit, None for none.
+        requeue: it is queued again when it is preempted or loses a host.
+        mail_type: events of which its owner gets mail, such as BEGIN,END,FAIL.
+        directive: further ones, without their prefix: those of the queue before the user's own.
     """
 
     nodes: int
     ppn: int | None
-    walltime: str
+    walltime: str | None
     command: tuple[str, ...]
     name: str = "hvdkit"
     queue: str | None = None
     account: str | None = None
     depth: int | None = None
     gpus_per_node: int | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
+    exclusive: bool = False
+    array: str | None = None
+    log: str | None = None
     stage: bool = False
-    directives: tuple[str, ...] = ()
-    qos: str = ""
+    signal: str | None = None
+    requeue: bool = False
+    mail_type: str | None = None
+    directive: tuple[str, ...] = ()
 
     @property
     def ranks_per_node(self) -> int:
@@ -68,6 +82,13 @@ class BatchJob:
         if self.ppn is None:
             raise InvalidArgumentError("--ppn is needed: how many ranks on each host?")
         return self.ppn
+
+    @property
+    def limit(self) -> str:
+        """``walltime`` of a job that has one."""
+        if self.walltime is None:
+            raise InvalidArgumentError("--walltime HH:MM:SS is needed: batch systems give a job a time limit.")
+        return self.walltime
 
 
 class Queue(Part, frozen=True):
@@ -107,6 +128,7 @@ class Site(Part, frozen=True):
         setup: shell lines for modules and environment, taken as they are.
         queue: where the user names none and the site lists none; "" for the system's default.
         queues: what each one gives; the first that fits is taken where the user names none.
+        constraint: Slurm's, where the user says none.
         depth: cores of each rank where the user says nothing, None for no claim.
         cpus_per_node: what ``depth`` is counted in that a job may use on a host, None where it is not known.
         sockets_per_node: CPUs of a host, for the ranks of a job without GPUs; None where it is not known.
@@ -127,6 +149,7 @@ class Site(Part, frozen=True):
     setup: tuple[Line, ...] = ()
     queue: Line = ""
     queues: tuple[Queue, ...] = ()
+    constraint: Line = ""
     depth: Positive | None = None
     cpus_per_node: Positive | None = None
     sockets_per_node: Positive | None = None

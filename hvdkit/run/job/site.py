@@ -88,7 +88,9 @@ def settle(job: BatchJob, site: Site) -> BatchJob:
     for queue in candidates:
         if _fits(job, queue):
             name = queue.name if queue.partition is None else queue.partition
-            return replace(job, queue=name, qos=queue.qos, directives=(*queue.directives, *job.directives))
+            return replace(
+                job, queue=name, qos=job.qos or queue.qos or None, directive=(*queue.directives, *job.directive)
+            )
     given = "; ".join(f"{queue.name}: {_limits(queue)}" for queue in candidates)
     none = f"queue {job.queue} of site {site.name} does not give" if job.queue else f"site {site.name} has no queue for"
     others = dict.fromkeys(queue.name for queue in site.queues if queue not in candidates and _fits(job, queue))
@@ -104,25 +106,28 @@ def notes(job: BatchJob, site: Site) -> list[str]:
     if site.retired:
         found.append(f"{site.name} is retired: {site.retired}; its site file serves as an example for systems like it.")
     if site.queues and not _candidates(job, site):
+        what = f"queue {job.queue}" if job.queue else f"QOS {job.qos}"
         known = dict.fromkeys(queue.name for queue in site.queues)
         found.append(
-            f"queue {job.queue} is not among those of site {site.name} ({', '.join(known)}), so that nothing checks "
-            "what it gives."
+            f"{what} is not among those of site {site.name} ({', '.join(known)}), so that nothing checks what it gives."
         )
     return found
 
 
 def _candidates(job: BatchJob, site: Site) -> list[Queue]:
-    """The queues of the name that the user gave, or else all that need not be named."""
-    if job.queue is None:
-        return [queue for queue in site.queues if not queue.by_name]
-    return [queue for queue in site.queues if queue.name == job.queue]
+    """The queues that the user named, by queue or QOS, or else all that need not be named."""
+    return [
+        queue
+        for queue in site.queues
+        if (job.queue in (None, queue.name) and job.qos in (None, queue.qos))
+        and (job.queue or job.qos or not queue.by_name)
+    ]
 
 
 def _fits(job: BatchJob, queue: Queue) -> bool:
     if not queue.min_nodes <= job.nodes <= (queue.max_nodes or job.nodes):
         return False
-    return not queue.max_walltime or seconds(job.walltime) <= seconds(queue.max_walltime)
+    return not queue.max_walltime or seconds(job.limit) <= seconds(queue.max_walltime)
 
 
 def _limits(queue: Queue) -> str:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import random
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -32,6 +33,8 @@ from hvdkit.steps import hosts as job_hosts
 from hvdkit.steps import launchers, meeting
 
 CGROUPS = Path("/sys/fs/cgroup")
+_FILES, _FILES_OF_A_RANK = 20, 8
+"""Open MPI's mpirun starts 2 ranks with 32 open files, not with 28."""
 CPUS = Path("/sys/devices/system/cpu")
 # The first framework whose part of Horovod loads answers for all: they share one build of the controllers.
 _PROBE = """
@@ -132,6 +135,9 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
     settled = {name: typed.get(name) for name in ("hosts", "tuned", "explain_job", "stage")}
     request = Request(command=command, **{name: value for name, value in typed.items() if name not in settled})
     chosen, sources = tuned.choose(settled["tuned"], **{name: getattr(request, name) for name in tuned.OF_OPTIONS})
+    if request.autotune_log is not None and sources:
+        flag = next(iter(sources.values())).partition(":")[0]
+        raise InvalidArgumentError(f"{flag} fixes what --autotune-log is to vary; give one of them.")
     if request.skew:
         if chosen.cache_capacity:
             raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
@@ -202,6 +208,18 @@ def recorded_horovod() -> Horovod | None:
     """
     record = read_record()
     return None if record is None else Horovod(record.mpi is not None, record.gloo, mpi_bin(record))
+
+
+def why_no_rank_starts(n: int) -> str:
+    """What keeps any launcher from starting ``n`` ranks here, for the middle of a sentence; "" for nothing."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < _FILES + _FILES_OF_A_RANK * n:
+        return f": this process may have {files} files open, too few for {n} ranks (raise it: ulimit -n)"
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+            return ""
+    except OSError as error:
+        return f": this machine has no loopback interface ({error.strerror}; 'ip link set lo up')"
 
 
 def usable_cores() -> int:

@@ -6,11 +6,12 @@ Its MPI mode is never used: it fails with Open MPI 5.
 from __future__ import annotations
 
 import re
-import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hvdkit.common import programs
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import placement
 from hvdkit.run.launch.model import Host, LauncherLine, Setting
@@ -109,30 +110,21 @@ def answer_of(script: Path, environ: Mapping[str, str]) -> str:
     """What a host discovery script prints; it is killed where it does not end.
 
     Raises:
-        InvalidArgumentError: it cannot be run, fails, or takes longer than ``SCRIPT_S``.
+        InvalidArgumentError: it cannot be run, fails, takes longer than ``SCRIPT_S`` or prints more than a megabyte.
     """
-    try:
-        done = subprocess.run(
-            [str(script)],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=SCRIPT_S,
-            start_new_session=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
+    with tempfile.TemporaryFile() as errors:
+        answer = programs.ask([str(script)], environ=environ, seconds=SCRIPT_S, errors=errors)
+        errors.seek(0)
+        reasons = errors.read(programs.LONGEST).decode(errors="replace").strip().splitlines()
+    if answer.ok:
+        return answer.text
+    if not answer.ended or len(answer.text) >= programs.LONGEST:
+        how = "printed more than a megabyte" if answer.ended else f"did not end within {SCRIPT_S:g} s"
         raise InvalidArgumentError(
-            f"the host discovery script {script} did not end within {SCRIPT_S:g} s and was ended; let it print the "
-            "hosts that it knows of, leave nothing behind, and limit what it calls: timeout 5 COMMAND."
-        ) from error
-    except OSError as error:
-        reason = error.strerror or str(error)
-    else:
-        if done.returncode == 0:
-            return done.stdout.decode(errors="replace")
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        reason = ": ".join([f"status {done.returncode}", *said])
+            f"the host discovery script {script} {how} and was ended; let it print one HOST:SLOTS a line, leave "
+            "nothing behind, and limit what it calls: timeout 5 COMMAND."
+        )
+    reason = (reasons or [answer.problem])[-1]
     raise InvalidArgumentError(
         f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
         "with status 0."

@@ -15,6 +15,7 @@ SECOND_PROGRAM = re.compile(":")
 BESIDE_RANK = (sys.executable, "-I", "-S", str(Path(rank.__file__)))
 GRACE_S, BATCH_GRACE_S = 3.0, 30.0
 """Seconds from SIGTERM to SIGKILL for who waits at a terminal, and in a batch job, as Slurm's own KillWait."""
+BINDINGS = ("none", "core", "socket", "numa")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,14 +90,16 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
         words = ("--map-by", f"{place or 'slot'}:PE={request.depth}", "--bind-to", "core")
         settings.append(Setting(why, words))
     else:
+        tied = request.cpu_bind or "none"
+        tied = "socket" if tied == "package" and mpi.version < (5,) else tied
         if place:
             settings.append(Setting("so many ranks on each host", ("--map-by", place)))
+        elif request.bind != "none":
+            settings.append(Setting("ranks are dealt out to them in turn", ("--map-by", tied)))
         elif request.n > facts.cores:
             why = f"{request.n} ranks on {facts.cores} cores, which Open MPI refuses otherwise"
             settings.append(Setting(why, ("--map-by", ":OVERSUBSCRIBE")))
-        settings.append(
-            Setting("--cpu-bind" if request.cpu_bind else _UNTIED, ("--bind-to", request.cpu_bind or "none"))
-        )
+        settings.append(Setting("--bind or --cpu-bind" if request.cpu_bind else _UNTIED, ("--bind-to", tied)))
     settings.append(
         Setting(
             "a rank that waits in MPI offers its core to others, to its own training thread first",
@@ -134,10 +136,11 @@ def _hydra(request: Request, mpi: Mpi) -> LauncherLine:
                 )
             words = ("-hosts", ",".join(host.name for host in request.hosts), "-ppn", str(slots.pop()))
         settings.append(Setting("hosts, and the ranks that each may take", words))
-    if request.cpu_bind is not None and intel:  # it ties to a core whatever -bind-to says
-        settings.append(Setting("--cpu-bind", variables={"I_MPI_PIN_DOMAIN": request.cpu_bind}))
-    elif request.cpu_bind is not None:
-        settings.append(Setting("--cpu-bind", ("-bind-to", request.cpu_bind)))
+    tied = "socket" if request.cpu_bind == "package" else request.cpu_bind
+    if tied is not None and intel:  # it ties to a core whatever -bind-to says
+        settings.append(Setting("--cpu-bind", variables={"I_MPI_PIN_DOMAIN": tied}))
+    elif tied is not None:
+        settings.append(Setting("--cpu-bind", ("-bind-to", tied)))
     elif request.depth is not None:
         why = f"--depth: each rank is tied to {request.depth} cores of its own"
         settings.append(Setting(why, ("-bind-to", f"core:{request.depth}")))

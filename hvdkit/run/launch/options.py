@@ -28,7 +28,7 @@ from hvdkit.common.commands import (
     shortened,
 )
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch.model import BATCH_GRACE_S, GRACE_S, Host, Staged
+from hvdkit.run.launch.model import BATCH_GRACE_S, BINDINGS, GRACE_S, Host, Staged
 from hvdkit.run.launch.tuned import OF_OPTIONS, Tuned
 
 LAUNCHERS = ("mpirun", "horovodrun", "mpiexec", "aprun", "srun", "jsrun")
@@ -182,6 +182,11 @@ class Request:
         help="GPUs per host to request from srun or jsrun.",
         said={"srun": ("--gpus-per-node={}",), "jsrun": ("-g", "{}")},
     )
+    bind: str = _typed(
+        type=click.Choice(BINDINGS),
+        default="none",
+        help="Bind each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
+    )
     cpu_bind: str | None = _typed(
         metavar="SPEC",
         help="Binding in the launcher's own words, passed on unchanged, such as list:0-7:8-15 (PALS, aprun), "
@@ -241,8 +246,15 @@ class Request:
         needs=("explain_job", "whose recordings are written there"),
         help="Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]",
     )
+    autotune_log: Path | None = _typed(
+        **_WRITTEN,
+        help="Let Horovod tune itself as it trains, and write what it tries to FILE (HOROVOD_AUTOTUNE_LOG).",
+    )
     tuned: Tuned = _typed(
-        type=FILE, settled=Tuned(), metavar="FILE", help="Settings from a file of 'hvdkit tune', in Horovod's units."
+        type=FILE,
+        settled=Tuned(),
+        metavar="FILE",
+        help="Settings from a file of 'hvdkit tune', or the best row of an autotune log, in Horovod's units.",
     )
     cycle_time_ms: float | None = _typed(
         type=float,

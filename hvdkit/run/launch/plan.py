@@ -37,6 +37,13 @@ _EVEN = {
 """Launchers that need as many ranks on every host, and why."""
 _SERVICE_NODES = ("aprun", "jsrun")
 """Launchers that are started on a machine unlike those of the ranks."""
+_BIND = {
+    "mpirun": {"socket": "package", "numa": "numa"},
+    "mpiexec": {"core": "core", "socket": "socket", "numa": "numa"},
+    "aprun": {"core": "cpu", "numa": "numa_node"},
+    "srun": {"core": "cores", "socket": "sockets", "numa": "ldoms"},
+}
+"""What ``--bind`` is in the words of ``--cpu-bind``; where nothing stands for core, ``--depth`` says it."""
 _INDENT = " " * 4
 
 
@@ -54,6 +61,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     """
     name, why = _choose(request, facts)
     elsewhere = _is_elsewhere(name, request)
+    request = _with_bind(name, request, facts)
     _check(name, request, facts, elsewhere=elsewhere)
     line = _line(name, request, facts)
     settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
@@ -155,6 +163,21 @@ def ranks_on_a_host(name: str, request: Request) -> int | None:
     return request.ppn or max((host.slots for host in request.hosts), default=None)
 
 
+def _with_bind(name: str, request: Request, facts: LaunchFacts) -> Request:
+    """The request with ``--bind`` said as ``--depth`` or ``--cpu-bind``."""
+    bind, words = request.bind, _BIND.get(name, {})
+    if bind == "none" or request.cpu_bind is not None or (bind == "core" and request.depth is not None):
+        return request
+    if bind in words:
+        return replace(request, cpu_bind=words[bind])
+    together = ranks_on_a_host(name, request)
+    if bind != "core" or together is None or name == "horovodrun":
+        known = [*(["core"] if name == "mpirun" else []), *words]
+        instead = f"use {' or '.join(known)}" if known else "leave it out, or give --depth"
+        raise InvalidArgumentError(f"--bind {bind}: {name} cannot tie ranks so; {instead}.")
+    return replace(request, depth=max(1, facts.cores // together))
+
+
 def _check(name: str, request: Request, facts: LaunchFacts, *, elsewhere: bool) -> None:
     """Refuse what a launcher cannot do, and what this one machine has no room for."""
     n, ppn, depth = request.n, request.ppn, request.depth
@@ -245,6 +268,9 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
         settings.append(Setting(why, variables=given))
     if request.timeline is not None:
         settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
+    if request.autotune_log is not None:
+        variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
+        settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
     if request.monitor is not None:
         settings.append(Setting("--monitor", variables={step_times.MONITOR: str(request.monitor)}))
     if request.stall_timeout is not None:

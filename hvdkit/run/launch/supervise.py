@@ -17,6 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import IO, cast
 
 from hvdkit.common.programs import signal_name
 from hvdkit.run.launch import rank as wire
+from hvdkit.run.launch.facts import why_no_rank_starts
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.mpirun import SESSIONS
 from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early
@@ -47,6 +49,8 @@ STOP_S = wire.STOP_GRACE_S + 1.0
 """Seconds from telling the ranks to end to killing them."""
 LEAVE_S, FAR_LEAVE_S = 1.5, 5.0
 """Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM; on several hosts."""
+PATIENCE_S = 15.0
+"""Seconds without a rank after which hosts that do not answer are named; ssh itself gives up after two minutes."""
 LOOK_S = 1.0
 """Seconds between two looks whether a host that was asked has answered, and from STOP to KILL where one has not."""
 _SAID_BYTES = 1 << 16
@@ -153,6 +157,8 @@ class _Job:
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
         self._listen()
         self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._on_signals)
+        if self._plan.hosts and self._plan.launcher_name != "srun":
+            self._after(PATIENCE_S, self._look_for_silent)
         while self._launcher.returncode is None or self._peers:
             for key, _ in self._selector.select(self._timers.run(blocking=False)):
                 key.data()
@@ -384,6 +390,15 @@ class _Job:
         elif self._reach.confirmed is None:
             self._after(LOOK_S, self._end_if_a_host_is_lost)
 
+    def _look_for_silent(self, asked: Future[str | None] | None = None) -> None:
+        """Name the hosts that do not answer, where no rank has come for a while."""
+        if self._ranks or self._phase is not JobPhase.RUNNING:
+            return
+        if asked is None or not asked.done():
+            self._after(1.0, self._look_for_silent, asked or self._reach.look_for_silent())
+        elif silent := asked.result():
+            self._shown.say(f"no rank has started yet: {silent}")
+
     # What is done: the job is ended
 
     def _end_if_stalled(self) -> None:
@@ -533,7 +548,10 @@ class _Job:
                 self._shown.launcher_at_end()
             return 0
         self._shown.launcher_at_end()
-        when = "" if self._ranks else " before any rank started"
+        if not self._ranks and (unreached := self._reach.unreached(self._said)):
+            self._shown.say(unreached)
+            return as_shell
+        when = ("" if self._ranks else " before any rank started") + why_no_rank_starts(self._plan.n)
         how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
         how = how if status else "lost contact with a host"
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")

@@ -1,13 +1,15 @@
-"""Horovod's settings for speed: as options, or in the file of ``hvdkit tune``."""
+"""Horovod's settings for speed: as options, in the file of ``hvdkit tune``, or in the log of Horovod's autotuner."""
 
 from __future__ import annotations
 
+import csv
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, structs
 
-from hvdkit.common import json_files
+from hvdkit.common import files, json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 
@@ -65,7 +67,7 @@ class TunedFile(Document, frozen=True):
 
     kind = "tuned"
     written_by = "hvdkit tune"
-    fix = "give a file of 'hvdkit tune'"
+    fix = "give a file of 'hvdkit tune', or a log of HOROVOD_AUTOTUNE_LOG"
 
     settings: Tuned
     measured: Any = None
@@ -82,20 +84,69 @@ def choose(
     """The settings of a file with those of the options over them, and where each variable comes from.
 
     Args:
-        path: a file of ``hvdkit tune``, None for no file.
+        path: see ``read``; None for no file.
         fusion_threshold_mb: MiB; the others: see ``Tuned``.
     Raises:
-        InvalidArgumentError: the file cannot be read, or is something else.
+        InvalidArgumentError: see ``read``.
     """
-    found = Tuned() if path is None else json_files.read(path, TunedFile, InvalidArgumentError).settings
+    found, source = (Tuned(), "") if path is None else read(path)
     options = Tuned(
         cycle_time_s=None if cycle_time_ms is None else cycle_time_ms / 1000,
         fusion_threshold_bytes=None if fusion_threshold_mb is None else round(fusion_threshold_mb * MIB),
         cache_capacity=cache_capacity,
         hierarchical_allreduce=hierarchical_allreduce,
     )
-    sources = dict.fromkeys(found.variables(), f"--tuned {path}")
+    sources = dict.fromkeys(found.variables(), f"--tuned: {source}")
     flags = {variable: f"--{option.replace('_', '-')}" for option, variable in OF_OPTIONS.items()}
     sources.update({variable: flags[variable] for variable in options.variables()})
     given = {name: value for name, value in structs.asdict(options).items() if value is not None}
     return structs.replace(found, **given), sources
+
+
+def read(path: Path) -> tuple[Tuned, str]:
+    """The settings of a file of ``hvdkit tune``, or the best row of a log of Horovod's autotuner; and their source.
+
+    Args:
+        path: JSON, or the CSV of HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB.
+    Raises:
+        InvalidArgumentError: it cannot be read, is neither, or holds no usable row.
+    """
+    try:
+        text = files.text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{path} cannot be read as tuned settings: {error}.") from error
+    if text.lstrip().startswith("{"):
+        return json_files.decode(text, TunedFile, str(path), InvalidArgumentError).settings, str(path)
+    lines = text.splitlines()
+    names = [name.strip() for name in lines[0].split(",")] if lines else []
+    if not {"cycle_time_ms", "tensor_fusion_threshold", "score"} <= set(names):
+        raise InvalidArgumentError(
+            f"{path} is neither a file of 'hvdkit tune' nor a log of HOROVOD_AUTOTUNE_LOG, whose first line names "
+            "cycle_time_ms, tensor_fusion_threshold and score."
+        )
+    rows = []
+    for number, words in enumerate(csv.reader(lines[1:]), start=2):
+        try:
+            row = dict(zip(names, map(float, words), strict=True))
+        except ValueError:  # no numbers, or not as many
+            row = {}
+        if row and all(0 <= value < math.inf for value in row.values()):
+            rows.append((row["score"], -number, row))
+        elif number < len(lines) or text.endswith("\n"):  # else the job was ended while it wrote its last line
+            raise InvalidArgumentError(
+                f"{path}, line {number}: expected {len(names)} numbers, got {lines[number - 1]!r}."
+            )
+    score, line, best = max(rows, default=(0.0, 0, {}))
+    if score <= 0:
+        raise InvalidArgumentError(
+            f"{path} has no row with a score above 0: its autotuner saw no allreduce, or the job ended before it had "
+            "tried anything; train longer."
+        )
+    hierarchical = best.get("hierarchical_allreduce")
+    found = Tuned(
+        cycle_time_s=best["cycle_time_ms"] / 1000,
+        fusion_threshold_bytes=round(best["tensor_fusion_threshold"] * MIB),
+        cache_capacity=0 if best.get("cache_enabled") == 0 else None,
+        hierarchical_allreduce=None if hierarchical is None else hierarchical != 0,
+    )
+    return found, f"line {-line} of {path}, the best of {len(rows)} (its fusion threshold is in MiB)"

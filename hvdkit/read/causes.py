@@ -21,7 +21,7 @@ SENTENCES = {
     "random-late": (
         "A different rank is late in each step.",
         "Even out what a step has to do (samples of one length together), and keep other programs off the ranks' cores "
-        "(hvdkit doctor --job, --depth).",
+        "(hvdkit doctor --job, --bind core).",
     ),
     "first-step": (
         "The first step takes longer than the others.",
@@ -80,8 +80,8 @@ ADVICE = {
     "own) or a slower core or device (hvdkit doctor --job).",
     "host": "Compare that host with another one (hvdkit doctor --job there): clock rate, memory, devices, other jobs.",
     "cores": "See what else runs on that host and on those cores: another job, more threads than cores, two ranks "
-    "bound to one core (hvdkit doctor --job; --depth, --threads).",
-    "affinity": "Give each rank cores of its own: hvdkit launch, also with --depth, and no taskset or numactl.",
+    "bound to one core (hvdkit doctor --job; --bind core, --threads).",
+    "affinity": "Give each rank cores of its own: hvdkit launch --bind core or --bind none, and no taskset or numactl.",
     "blocked": "Look for what {who} may wait for within a step: a lock or the GIL that another thread holds, a disk, a "
     "network, a device (py-spy dump shows it).",
     "between": "Look at what is done between two steps on {who} alone (saving, evaluation, logging): do it less often, "

@@ -1,4 +1,4 @@
-"""Operations to numbers: what a recording says about tensors, steps, batches, ranks and bandwidth."""
+"""Operations to numbers: what a recording says about tensors, steps, batches and ranks."""
 
 from __future__ import annotations
 

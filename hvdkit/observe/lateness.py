@@ -110,7 +110,7 @@ class When:
     """In which steps a loss occurs.
 
     Attributes:
-        kind: "steady", "growing", "first" (in the first ``steps``), "every" (every so many ``steps``) or "rare".
+        kind: "steady", "growing", "first" or "last" (so many ``steps``), "every" (every so many ``steps``) or "rare".
         steps: see ``kind``; of "rare" how many steps it is.
         of: steps in all.
         each: what one of these steps loses.
@@ -126,6 +126,7 @@ class When:
         return {
             "growing": ", more with every step",
             "first": f" in the first {self.steps} steps",
+            "last": f" in the last {self.steps} steps",
             "every": f" every {self.steps} steps",
             "rare": f" in {self.steps} of {self.of} steps",
         }.get(self.kind, "")
@@ -141,20 +142,30 @@ def when(loss: Floats) -> When:
     if not loss.any():
         return When("steady", count, count, 0.0)
     mean = float(loss.mean())
-    until = int(np.searchsorted(np.cumsum(loss), 0.95 * loss.sum())) + 1
-    early = loss[:until]
-    if until <= _ENDS_EARLY * count and np.median(early) >= STEADY * early.mean() and until >= 10:
-        until = max(until, int(np.flatnonzero(loss >= 0.5 * np.median(early)).max(initial=0)) + 1)
-        if until <= _ENDS_EARLY * count:
-            return When("first", until, count, float(loss[:until].mean()))
+    if first := _at_beginning(loss):
+        return When("first", first, count, float(loss[:first].mean()))
+    if _grows(loss):
+        return When("growing", count, count, mean)
+    if last := _at_beginning(loss[::-1]):
+        return When("last", last, count, float(loss[-last:].mean()))
     if np.median(loss) >= STEADY * mean:
-        return When("growing" if _grows(loss) else "steady", count, count, mean)
-    heavy = np.flatnonzero(loss > max(2 * mean, 0.3 * float(loss.max())))
+        return When("steady", count, count, mean)
+    heavy = np.flatnonzero(loss > max(mean, 0.3 * float(loss.max())))
     each = float(loss[heavy].mean()) if len(heavy) else mean
     between = np.diff(heavy)
     if len(heavy) >= 3 and between.std() <= 0.25 * between.mean() and between.mean() > 1.5:
         return When("every", round(float(np.median(between))), count, each)
     return When("rare", max(1, len(heavy)), count, each)
+
+
+def _at_beginning(loss: Floats) -> int:
+    """In how many first steps nearly all of the loss lies, evenly; 0 where that are most steps, or a few."""
+    until = int(np.searchsorted(np.cumsum(loss), 0.95 * loss.sum())) + 1
+    early = loss[:until]
+    if until > _ENDS_EARLY * len(loss) or until < 10 or np.median(early) < STEADY * early.mean():
+        return 0
+    until = max(until, int(np.flatnonzero(loss >= 0.5 * np.median(early)).max(initial=0)) + 1)
+    return until if until <= _ENDS_EARLY * len(loss) else 0
 
 
 def _grows(loss: Floats) -> bool:

@@ -223,8 +223,7 @@ class Scores:
         self._slow_told = True
         cause = max(now, key=lambda name: now[name] - before[name])
         text = (
-            f"All ranks are slower than before step {since}: {_ms(total)} a step, {_ms(was)} earlier"
-            f"{_MOST_OF_IT[cause]}."
+            f"The job is slower than before step {since}: {_ms(total)} a step, {_ms(was)} earlier{_MOST_OF_IT[cause]}."
         )
         return [Report(step, "slowdown", None, cause, since, total - was, text)]
 

@@ -19,7 +19,7 @@ SENTENCES = {
         "Load ahead of the computation: more workers, prefetching, a cache of decoded data, files nearer to the ranks.",
     ),
     "random-late": (
-        "A different rank is late in each step.",
+        "Now one rank is late, now another.",
         "Even out what a step has to do (samples of one length together), and keep other programs off the ranks' cores "
         "(hvdkit doctor --job, --bind core).",
     ),
@@ -38,7 +38,7 @@ SENTENCES = {
         "Record which one and why with hvdkit launch --explain-job, or which one alone with --timeline FILE --skew.",
     ),
     "large-tensors": (
-        "Large tensors are reduced, and the backward pass does not hide all of it.",
+        "Large tensors are reduced.",
         "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
         "network.",
     ),
@@ -72,7 +72,7 @@ SENTENCES = {
 }
 """What is said of a cause that several recordings show, and what to do: the same whoever sees it."""
 WHY_LATE = "hvdkit launch --explain-job records whether that is input, computation or the host."
-HOW_MUCH_IS_HIDDEN = "hvdkit timeline merge says how much of it is hidden."
+HOW_MUCH_IS_HIDDEN = "hvdkit timeline merge says how much of it the backward pass hides."
 ADVICE = {
     "input": "Look at the input of {who}: file system, size of the shard, number of workers, prefetching. Reading "
     "ahead can hide that other ranks are as slow.",
@@ -107,6 +107,7 @@ class Cause:
         advice: what to do, an imperative sentence.
         per_step: whether ``lost_s`` is of each step; else it is of the whole job.
         ranks: those that cause it; empty where it is all of them or none in particular.
+        at_most: whether less is lost where the backward pass hides a part, which the recording does not show.
         alone_s: what it saves to mend this one alone, where that is much less than ``lost_s``, its saving once the
             causes before it are mended: a straggler that a slower one hides.
     """
@@ -120,6 +121,7 @@ class Cause:
     per_step: bool = True
     ranks: tuple[int, ...] = ()
     alone_s: float | None = None
+    at_most: bool = False
 
     @property
     def recurs(self) -> bool:
@@ -138,7 +140,8 @@ class Cause:
         if self.alone_s is not None:
             alone = duration_text(1e6 * self.alone_s) if self.alone_s >= 0.05 * self.lost_s else "nothing"
             before = f" once what comes before it is mended, and {alone} until then"
-        return f"{self.what} It costs {duration_text(1e6 * self.lost_s)}{often} ({share_text(self.share)}){before}."
+        costs = "It costs at most" if self.at_most else "It costs"
+        return f"{self.what} {costs} {duration_text(1e6 * self.lost_s)}{often} ({share_text(self.share)}){before}."
 
 
 def many_small(times: float) -> tuple[str, str]:

@@ -149,9 +149,40 @@ def first_steps_and_a_few_later(job):
     job.compute[:, [*range(25), 60, 110, 160]] += 0.02
 
 
+def jump_of_all(job):
+    job.compute[:, 105:] += 0.01
+
+
+def jump_of_one(job):
+    job.compute[1, 105:] += 0.02
+
+
+def end_of_one(job):
+    job.compute[1, 180:] += 0.1
+
+
+def end_of_all(job):
+    job.compute[:, 180:] += 0.1
+
+
+def every_second_step(job):
+    job.compute[1, ::2] += 0.02
+
+
+def another_rank_now_and_then(job):
+    steps = job.rng.choice(STEPS, 40, replace=False)
+    job.compute[job.rng.integers(0, 4, 40), steps] += 0.05
+
+
 @pytest.mark.parametrize(
     ("inject", "kind", "says", "not_says"),
     [
+        (jump_of_all, "growth", "All ranks compute longer in the last 95 steps.", "every step"),
+        (jump_of_one, "compute", "Rank 1 computes longer in the last 95 steps.", "every step"),
+        (end_of_one, "compute", "Rank 1 computes longer in the last 20 steps.", "late"),
+        (end_of_all, "growth", "All ranks compute longer in the last 20 steps.", "stop"),
+        (every_second_step, "pause", "Rank 1 is late every 2 steps.", "of 195 steps."),
+        (another_rank_now_and_then, "random-late", "Now one rank is late, now another.", "each step"),
         (alone_growing, "growth", "Computation or update takes longer, more with every step.", "ranks"),
         (alone_with_an_update_that_grows, "growth", "The update takes longer, more", "ranks"),
         (allreduce_that_grows, "growth", "The allreduce takes longer, more with every step.", "recorded"),

@@ -79,7 +79,7 @@ def unmeasured(**changes):
 
 CASES = {
     "late": (late(100.0, 13_000.0, last=10), late(100.0, 1900.0), "Rank 1 comes late", "--explain-job"),
-    "random-late": (late(6000.0, 7000.0), late(900.0, 1000.0), "A different rank", "Even out"),
+    "random-late": (late(6000.0, 7000.0), late(900.0, 1000.0), "Now one rank is late", "Even out"),
     "negotiation": (steps(negotiation=11_000.0), steps(negotiation=9000.0), "the next cycle", "HOROVOD_CYCLE_TIME=0.2"),
     "small-tensors": (
         batches(little=3000, little_time=500_000.0),

@@ -187,9 +187,9 @@ def _slow(job: StepTable) -> Iterator[_Candidate]:
             continue
         others = np.delete(values, rows, axis=0)
         at = lateness.when(np.maximum(0.0, values[rows] - lower_median(others)).max(axis=0))
-        until = at.steps if at.kind == "first" else job.steps
+        steps = {"first": slice(at.steps), "last": slice(-at.steps, None)}.get(at.kind, slice(None))
         less = np.zeros(values.shape)
-        less[rows, :until] = _beyond(values[rows, :until], others[:, :until])
+        less[rows, steps] = _beyond(values[rows, steps], others[:, steps])
         yield _late(job, part, rows, less, at)
 
 
@@ -371,7 +371,7 @@ def _everywhere(job: StepTable) -> Iterator[_Candidate]:
 
 
 def _trend(seconds: Floats, step: float) -> tuple[str, Floats] | None:
-    """What a series loses by growing, or by its first steps: "growth" or "first", seconds of each step."""
+    """What a series loses by growing, or by its first or its last steps: "growth", "first" or "last"; by step."""
     count = len(seconds)
     if count < 40:
         return None
@@ -382,15 +382,22 @@ def _trend(seconds: Floats, step: float) -> tuple[str, Floats] | None:
         slope, _ = np.polyfit(np.arange(count), seconds, 1)
         begin = float(tenths[0] - 0.05 * count * slope)
         return "growth", np.maximum(0.0, seconds - max(0.0, begin))
-    for at in range(1, 7):  # the first tenths are apart from the later ones
+    if (first := _first(seconds, tenths)) is not None:
+        return "first", first
+    if (last := _first(seconds[::-1], tenths[::-1])) is not None:
+        return "last", last[::-1]
+    return None
+
+
+def _first(seconds: Floats, tenths: Floats) -> Floats | None:
+    """What the first steps take longer than the later ones, where the first tenths are apart from these; by step."""
+    for at in range(1, 7):
         low = float(np.median(tenths[at:]))
         if tenths[:at].min() - tenths[at:].max() >= 0.5 * (tenths[:at].max() - low) > 0:
             middle = (float(np.median(tenths[:at])) + low) / 2
             long = np.flatnonzero(seconds > middle)
-            until = int(long[long < (at + 1) * count // 10].max()) + 1
-            return "first", np.where(np.arange(count) < until, np.maximum(0.0, seconds - low), 0.0)
-        if tenths[at:].min() - tenths[:at].max() >= 0.5 * (tenths[at:].max() - tenths[:at].min()):
-            return "growth", np.maximum(0.0, seconds - float(np.median(tenths[:at])))
+            until = int(long[long < (at + 1) * len(seconds) // 10].max()) + 1
+            return np.where(np.arange(len(seconds)) < until, np.maximum(0.0, seconds - low), 0.0)
     return None
 
 
@@ -412,20 +419,23 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         "work": f"{who} stop{s}{rarely}" if words == "stall" else f"{who} compute{s} longer",
         "exchange": f"{_after_ready(job)} longer{rarely}",
     }[part]
-    kind = {"stall": "stall", "growth": "growth", "first": "first-steps"}[words]
+    kind = {"stall": "stall", "growth": "growth", "first": "first-steps", "last": "growth"}[words]
     if words == "stall" and (part != "exchange" or (job.ready and several)):
         kind = {"between": "pause", "input": "input-everywhere", "exchange": "exchange"}.get(part, kind)
     if words == "stall":
         together = f", {who.lower()} in the same ones" if who and several else ""
         evidence = f"in {int((lost > 0).sum())} of {job.steps} steps{together}"
-    elif words == "growth":
+    elif kind == "growth":
         steps = job.own.max(axis=0) + job.exchange
         first, last = (float(np.median(tenth)) for tenth in np.array_split(steps, 10)[::9])
         evidence = f"a step took {_ms(first)} at first and {_ms(last)} at the end"
     else:
         until = np.flatnonzero(lost).max() + 1
         evidence = f"{_ms(lost[lost > 0].mean())} longer in the first {until} of {job.steps} steps"
-    tail = {"growth": ", more with every step", "first": at.words() or " in the first steps", "stall": ""}[words]
+    tail = {
+        "growth": ", more with every step", "first": at.words() or " in the first steps", "stall": "",
+        "last": f" in the last {np.count_nonzero(lost)} steps",
+    }[words]  # fmt: skip
     advice = {
         "pause": f"Look at what is done there ({_CHECKED}): do it less often, on fewer samples, or in another thread.",
         "stall": f"Look for what is done there ({_CHECKED}), or what stops a rank at once: a shared file system, a "
@@ -439,7 +449,14 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         "exchange": "Look at the network at these times: other jobs, a link that is down, connections made anew.",
     }[kind]
     return _Candidate(
-        kind, f"{verb}{tail}.", evidence, advice, _LEAST[words], less, exchange, once=kind == "first-steps"
+        kind,
+        f"{verb}{tail}.",
+        evidence,
+        advice,
+        _LEAST["growth" if words == "last" else words],
+        less,
+        exchange,
+        once=kind == "first-steps",
     )
 
 
@@ -478,7 +495,7 @@ def _input_everywhere(job: StepTable) -> Iterator[_Candidate]:
     if len(values) == 1:
         who = f"{_whose(values, middle, job)} waits for its input."
     elif scattered > seen:
-        who = "A different rank waits for its input in each step."
+        who = "Now one rank waits for its input, now another."
     else:
         who = SENTENCES["input-everywhere"][0]
     if seen + scattered < 0.5 * _LEAST["input-everywhere"] * job.step_s:

@@ -63,7 +63,9 @@ def otherwise(shown: RankProfile) -> str:
 def _of_job(
     kind: str, lost: float, shown: RankProfile, evidence: str, what: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
-    return Cause(kind, lost, lost / (shown.seconds or 1.0), what, evidence, advice, per_step=False, ranks=ranks)
+    hidden = shown.horovod and kind != "late"
+    share = lost / (shown.seconds or 1.0)
+    return Cause(kind, lost, share, what, evidence, advice, per_step=False, ranks=ranks, at_most=hidden)
 
 
 def _large(profile: Profile, shown: RankProfile) -> Cause | None:

@@ -46,7 +46,8 @@ def _mean(part: Distribution) -> float:
 def _per_step(
     kind: str, lost: float, duration: Distribution, evidence: str, what: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
-    return Cause(kind, lost / 1e6, lost / _mean(duration), what, evidence, advice, ranks=ranks)
+    hidden = kind in ("large-tensors", "small-tensors", "negotiation")
+    return Cause(kind, lost / 1e6, lost / _mean(duration), what, evidence, advice, ranks=ranks, at_most=hidden)
 
 
 def _once(kind: str, lost: float, summary: TimelineSummary, evidence: str, what: str, advice: str) -> Cause:
@@ -152,7 +153,7 @@ def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Ca
     if lost < _MOST_HIDDEN * _mean(duration):
         return None
     size = "Large tensors" if steps.bytes is None else f"{bytes_text(steps.bytes)} per step"
-    what = f"{size} {'are' if steps.bytes is None else 'is'} reduced, and the backward pass does not hide all of it."
+    what = f"{size} {'are' if steps.bytes is None else 'is'} reduced."
     biggest, evidence = _biggest(summary, steps), f"collectives of the timeline, {duration_text(lost)} of the mean step"
     advice = f"{SENTENCES['large-tensors'][1]} {HOW_MUCH_IS_HIDDEN}"
     if biggest is not None:

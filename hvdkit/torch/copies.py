@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
 
 _LOOKED_AT = 16
+_LONGEST = 1000
+_MOST = 20_000
+_OWN = str(Path(__file__).parents[1])
+_NO_HOLDERS = (type, ModuleType, FunctionType, str, bytes, int, float, type(None))
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors without behaviour of their own; ``torch.nn.Buffer`` makes a ``torch.Tensor``."""
 SampledValues = tuple[torch.Size, torch.dtype, tuple[Any, ...]]
@@ -37,15 +45,9 @@ class Copies:
         if not replaced:
             return
         kinds = {(shape.numel(), dtype) for shape, dtype, _ in replaced}
-        objects = gc.get_objects()
-        # Until its first update, PyTorch's average of the weights is what it will not use.
-        averages = (one for one in objects if type(one) is AveragedModel and not one.n_averaged)
-        unused = {id(one) for average in averages for one in average.parameters()}
-        for one in objects:
-            if id(one) in unused:
-                continue
-            if type(one) in PLAIN and (one.numel(), one.dtype) in kinds and (held := sample_values(one)) in replaced:
-                self._found.append((replaced[held], weakref.ref(one), held))
+        for tensor in tensors_in_reach():
+            if (tensor.numel(), tensor.dtype) in kinds and (held := sample_values(tensor)) in replaced:
+                self._found.append((replaced[held], weakref.ref(tensor), held))
 
     def tell(self) -> None:
         """A backward has begun."""
@@ -60,6 +62,40 @@ class Copies:
                 "average of the weights) after broadcast_state, or give the copy to broadcast_state, too.",
                 stacklevel=8,
             )
+
+
+def tensors_in_reach() -> Iterator[torch.Tensor]:
+    """Tensors that the calling program names: its variables, and what these hold, nearest first.
+
+    Neither long containers are looked through, which are data, nor more than ``_MOST`` objects: the heap of a program
+    may hold millions. An average of the weights that has had no update counts as not there: it will take the model's.
+    """
+    frame, near = sys._getframe(1), deque[Any]()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OWN):
+            near += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back  # type: ignore[assignment]
+    seen, left = set[int](), _MOST
+    while near and left:
+        value = near.popleft()
+        if id(value) in seen or isinstance(value, _NO_HOLDERS):
+            continue
+        seen.add(id(value))
+        left -= 1
+        if isinstance(value, torch.Tensor):
+            if type(value) in PLAIN:
+                yield value
+        elif len(near) >= left:
+            continue  # what it holds would not be looked at
+        elif isinstance(value, torch.nn.Module):
+            if not isinstance(value, AveragedModel) or value.n_averaged:
+                near += [*value.parameters(), *value.buffers()]
+                near += [held for name, held in vars(value).items() if name not in _OF_MODULES]
+        elif isinstance(value, dict | list | tuple | set | deque):
+            if len(value) <= _LONGEST:
+                near += value.values() if isinstance(value, dict) else value
+        elif hasattr(value, "__dict__"):
+            near += vars(value).values()
 
 
 @torch.no_grad()

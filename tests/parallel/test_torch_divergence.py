@@ -1,6 +1,7 @@
 """PyTorch programs whose ranks train apart end with one error on every rank; those that only seem to, go on."""
 
 import copy
+import types
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -423,6 +424,13 @@ def average_of_weights(hk: Any, world: Any, model: Any) -> Any:
     return {name: one.clone() for name, one in model.state_dict().items()}
 
 
+def held_by_an_agent(hk: Any, world: Any, model: Any) -> Any:
+    """Beside more samples than are looked at."""
+    agent = types.SimpleNamespace(samples=[{"number": number} for number in range(30_000)])
+    agent.networks = {"target": [copy.deepcopy(model)]}
+    return agent
+
+
 def average_that_has_none_yet(hk: Any, world: Any, model: Any) -> Any:
     """As in PyTorch's own example: its first update takes the model's weights."""
     import torch
@@ -457,6 +465,7 @@ def what_cannot_be_read(hk: Any, world: Any, model: Any) -> list[Any]:
     [
         (network, False, True),
         (average_of_weights, False, True),
+        (held_by_an_agent, False, True),
         (network, True, False),
         (average_that_has_none_yet, False, False),
         (broadcast_as_well, False, False),

@@ -103,11 +103,10 @@ def readers(directory, data):
     arrays = {name: part.numpy() for name, part in zip(NAMES, data, strict=True)}
     paths = {name: directory / f"{name}.h5" for name in ("contiguous", "chunk of 1", "chunk of 32", "automatic chunks")}
     write_hdf5(paths["contiguous"], arrays)
-    write_hdf5(paths["chunk of 1"], arrays, chunks=1)
-    write_hdf5(paths["chunk of 32"], arrays, chunks=32)
-    with h5py.File(paths["automatic chunks"], "w") as file:
-        for name, array in arrays.items():
-            file.create_dataset(name, data=array, chunks=True)
+    for path, rows in ((paths["chunk of 1"], 1), (paths["chunk of 32"], 32), (paths["automatic chunks"], None)):
+        with h5py.File(path, "w") as file:
+            for name, array in arrays.items():
+                file.create_dataset(name, data=array, chunks=True if rows is None else (rows, *array.shape[1:]))
     for name, array in arrays.items():
         np.save(directory / f"{name}.npy", array)
     found = {"memory (TensorDataset)": torch.utils.data.TensorDataset(*data)}
@@ -116,8 +115,6 @@ def readers(directory, data):
         found[f"HDF5 {layout}, per sample"] = PerSample(path)
         found[f"HDF5 {layout}, h5py's batch"] = PerBatch(path)
         found[f"HDF5 {layout}, HDF5Dataset"] = HDF5Dataset(path, NAMES)
-    found["HDF5 contiguous, HDF5Dataset and its collate"] = Collated(paths["contiguous"], NAMES)
-    found["HDF5 contiguous, HDF5Dataset(memory_map=False)"] = HDF5Dataset(paths["contiguous"], NAMES, memory_map=False)
     found["npy memory map"] = Mapped(directory)
     try:
         from safetensors.torch import save_file
@@ -129,14 +126,9 @@ def readers(directory, data):
     return found
 
 
-class Collated(HDF5Dataset):
-    """hvdkit's reader together with its collate function."""
-
-
 def seconds_per_batch(dataset, batches):
     """Of one pass over these batches."""
-    collate = dataset.collate if isinstance(dataset, Collated) else None
-    loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=collate)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches)
     start = time.perf_counter()
     checksum = sum(float(target[0, 0, 0]) for _, target in loader)
     return (time.perf_counter() - start) / len(batches), checksum

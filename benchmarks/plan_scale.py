@@ -108,7 +108,7 @@ def measure(directory, engine, rounds, trials):
 
 def _emulate(hosts, n, engine, trials, file):
     placed = ["-n", str(n), "--hosts", ",".join(f"{name}:1" for name in hosts.names[:n])]
-    sizes = ["--sizes", ",".join(map(str, SIZES)), "--order", "replay", "--trials", str(trials)]
+    sizes = ["--sizes", ",".join(map(str, SIZES[::-1])), "--trials", str(trials)]
     argv = [sys.executable, "-m", "hvdkit.cli", "emulate", "--engine", engine, *placed, *sizes, "--json", str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

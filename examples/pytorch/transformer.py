@@ -102,8 +102,7 @@ def main(args):
     dtype = getattr(torch, args.dtype)
 
     data = file_of(args, world) if args.data == "h5" else torch.utils.data.TensorDataset(*random_data(args))
-    collate = data.collate if args.data == "h5" else None
-    loader = hk.shard(data, world, args.batch_size, seed=args.seed, num_workers=args.workers, collate_fn=collate)
+    loader = hk.shard(data, world, args.batch_size, seed=args.seed, num_workers=args.workers)
     model = nn.Transformer(
         args.width, args.heads, args.encoder_layers, args.decoder_layers, args.feedforward, args.dropout,
         batch_first=True, device=device, dtype=dtype,

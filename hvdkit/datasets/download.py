@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A published file: its name, its sha256 in hexadecimal, and the http(s) URLs that serve it, tried in order."""
+    """A published file: its name, its sha256 in hexadecimal, and the http(s) URL that serves it."""
 
     name: str
     sha256: str
-    urls: tuple[str, ...]
+    url: str
 
 
 def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) -> None:
@@ -94,45 +94,34 @@ def _leave_word(lock: IO[str], message: str) -> None:
 
 
 def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
-    """Fetch one file into ``folder`` from the first server that has it whole; an error names what each server said."""
-    failures: list[str] = []
-    corrupt = False
-    for url in file.urls:
-        try:
-            with complete_or_absent(folder / file.name) as target:
-                _receive(url, file.sha256, target)
-            return
-        except CorruptDataError as error:
-            corrupt = True
-            failures.append(f"{url} ({error})")
-        except NETWORK_ERRORS as error:
-            # A URLError prints its reason in angle brackets; its subclass HTTPError prints the status code.
-            text = str(error.reason if type(error) is urllib.error.URLError else error)
-            failures.append(f"{url} ({printable(text[:LONGEST_QUOTE]) or type(error).__name__})")
-    if corrupt:
-        raise CorruptDataError(
-            f"no server has {file.name} as it was published: {'; '.join(failures)}; nothing was kept, try again or "
-            f"copy it to {folder} yourself"
-        )
-    raise DataError(
-        f"{file.name} could not be downloaded from {' or '.join(failures)}; compute nodes often have no network, so "
-        f"run `{login_node_command}` on the login node first"
-    )
-
-
-def _receive(url: str, sha256: str, target: IO[bytes]) -> None:
-    """Write what a URL serves to a file; it must have this sha256."""
-    logger.info("downloading %s", url)
+    """Fetch one file into ``folder``; nothing else than what was published is kept."""
+    logger.info("downloading %s", file.url)
     digest = hashlib.sha256()
     size = 0
-    with _opener().open(url, timeout=TIMEOUT_S) as response:
-        while chunk := response.read(CHUNK_BYTES):
-            digest.update(chunk)
-            size += target.write(chunk)
-        if response.length:  # Python says nothing of a connection that ends before the announced length
-            raise http.client.HTTPException(f"the connection ended {response.length} bytes too early")
-    if digest.hexdigest() != sha256:
-        raise CorruptDataError(f"a corrupt file, {size} bytes: expected sha256 {sha256}, received {digest.hexdigest()}")
+    try:
+        with (
+            complete_or_absent(folder / file.name) as target,
+            _opener().open(file.url, timeout=TIMEOUT_S) as response,
+        ):
+            while chunk := response.read(CHUNK_BYTES):
+                digest.update(chunk)
+                size += target.write(chunk)
+            if response.length:  # Python says nothing of a connection that ends before the announced length
+                raise http.client.HTTPException(f"the connection ended {response.length} bytes too early")
+            if digest.hexdigest() != file.sha256:
+                raise CorruptDataError(
+                    f"{file.url} does not have {file.name} as it was published: a corrupt file, {size} bytes, expected "
+                    f"sha256 {file.sha256}, received {digest.hexdigest()}; nothing was kept, try again or copy it to "
+                    f"{folder} yourself"
+                )
+    except NETWORK_ERRORS as error:
+        # A URLError prints its reason in angle brackets; its subclass HTTPError prints the status code.
+        text = str(error.reason if type(error) is urllib.error.URLError else error)
+        raise DataError(
+            f"{file.name} could not be downloaded from {file.url} "
+            f"({printable(text[:LONGEST_QUOTE]) or type(error).__name__}); compute nodes often have no network, so run "
+            f"`{login_node_command}` on the login node first"
+        ) from error
 
 
 def _opener() -> urllib.request.OpenerDirector:

@@ -104,7 +104,7 @@ def _load_files(source: DataSource, directory: str | os.PathLike[str] | None, do
             f"{source.name}: found {_what_is_missing(source, base)}; looked in "
             f"{', '.join(str(base / folder) for folder in source.folders)}; "
             f"put the files there, name their directory (directory argument or HVDKIT_DATA), or download them from "
-            f"{source.remote[0].urls[0].rpartition('/')[0]}/ with `{shlex.join(command)}` (in Python: download=True)"
+            f"{source.remote[0].url.rpartition('/')[0]}/ with `{shlex.join(command)}` (in Python: download=True)"
         )
     layout, paths = found
     arrays = layout.read(paths, source.form)

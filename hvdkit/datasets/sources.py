@@ -1,7 +1,7 @@
 """The data sets that come as files: what they look like, which files hold them, where they are published.
 
-A data set is a row of `SOURCES`. The checksums are those of the published files; a mirror that serves anything else
-is refused, so the order of the URLs is only a matter of speed.
+A data set is a row of `SOURCES`. The checksums are those of the published files; a server that sends anything else is
+refused.
 """
 
 from __future__ import annotations
@@ -64,19 +64,9 @@ def _npz_layout(*names: str) -> FolderLayout:
     return FolderLayout(files=(names,), read=formats.read_npz_set)
 
 
-def _remote(bases: Sequence[str], checksums: dict[str, str]) -> tuple[RemoteFile, ...]:
-    return tuple(RemoteFile(name, sha256, tuple(base + name for base in bases)) for name, sha256 in checksums.items())
+def _remote(base: str, checksums: dict[str, str]) -> tuple[RemoteFile, ...]:
+    return tuple(RemoteFile(name, sha256, base + name) for name, sha256 in checksums.items())
 
-
-MNIST_BASES = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
-FASHION_BASES = (
-    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-)
-CIFAR_BASES = (
-    "https://storage.googleapis.com/mirror.tensorflow.org/www.cs.toronto.edu/~kriz/",
-    "https://www.cs.toronto.edu/~kriz/",
-)
 
 MNIST = DataSource(
     name="mnist",
@@ -84,7 +74,7 @@ MNIST = DataSource(
     folders=("mnist", "MNIST/raw", "."),
     layouts=(IDX_LAYOUT, _npz_layout("mnist.npz")),
     remote=_remote(
-        MNIST_BASES,
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
         {
             "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
             "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
@@ -101,7 +91,7 @@ FASHION_MNIST = DataSource(
     folders=("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", "."),
     layouts=(IDX_LAYOUT, _npz_layout("fashion_mnist.npz", "fashion-mnist.npz")),
     remote=_remote(
-        FASHION_BASES,
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         {
             "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
             "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
@@ -132,7 +122,7 @@ CIFAR10 = DataSource(
     ),
     # The binary version: the same images as the python version, and no pickle.
     remote=_remote(
-        CIFAR_BASES,
+        "https://storage.googleapis.com/mirror.tensorflow.org/www.cs.toronto.edu/~kriz/",
         {
             "cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
         },

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,11 @@ class Made:
         model: the model.
         inputs: for it; None where there are none.
         loss: a function of its output; None where there is none.
-        input_shape: of float32 zeros to use as inputs; None where there is none.
     """
 
     model: Any
     inputs: Any = None
     loss: Callable[[Any], Any] | None = None
-    input_shape: Sequence[int] | None = None
 
     def called(self) -> Any:
         """What the model gives for its inputs: of a mapping by name, of a tuple or list one after the other."""
@@ -109,8 +107,10 @@ def make(module: str, name: str, input_shape: Sequence[int] | None) -> Made:
 
     Args:
         module: a name that Python finds, or a path that ends in .py.
-        name: of a function, class or model in it; may have dots.
-        input_shape: of an input of zeros, where the factory gives none.
+        name: of a function, class or model in it; may have dots. It is called without arguments (a model is taken as it
+            is) and returns a model, or ``(model, inputs)``, or ``(model, inputs, loss)``: inputs is one tensor, a tuple
+            or list of them, or a dict of keyword arguments; loss a function of the model's output.
+        input_shape: of an input of zeros, batch first, of the type of the model, where the factory gives none.
     Raises:
         InvalidArgumentError: it cannot be found, fails, or returns something else than described.
     """
@@ -127,37 +127,39 @@ def make(module: str, name: str, input_shape: Sequence[int] | None) -> Made:
         raise InvalidArgumentError(
             f"it returned {len(parts)} things; expected a model, (model, inputs) or (model, inputs, loss function)."
         )
-    if len(parts) > 1 and input_shape is not None:
+    made = Made(*parts)
+    if input_shape is None:
+        return made
+    if made.inputs is not None:
         raise InvalidArgumentError("it returns inputs and --input-shape is given too; give one of the two.")
-    model, inputs, loss = (*parts, None, None)[:3]
-    return Made(model, inputs, loss, input_shape)
+    if framework_of(made.model) == "keras":
+        return replace(made, inputs=importlib.import_module("keras").ops.zeros(tuple(input_shape)))
+    torch: Any = importlib.import_module("torch")
+    like = next((parameter for parameter in made.model.parameters() if parameter.is_floating_point()), torch.empty(0))
+    return replace(made, inputs=torch.zeros(tuple(input_shape), device=like.device, dtype=like.dtype))
 
 
-_CLASSES = {"keras": ("keras", "Model"), "torch": ("torch.nn", "Module"), "tensorflow": ("tensorflow", "Module")}
+_CLASSES = {"keras": ("keras", "Model"), "torch": ("torch.nn", "Module")}
 """In the order in which they are tried: a Keras model may also be a module of the framework that it runs on."""
 
 
 def _is_of(value: Any, framework: str) -> bool:
     """Whether it is a model of a framework; one that nobody has imported cannot have made it."""
     module, name = _CLASSES[framework]
-    if module not in sys.modules:
-        return False
-    return isinstance(value, getattr(sys.modules[module], name))
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
-def framework_of(model: Any, wanted: str) -> str:
-    """The framework of a model: "torch", "keras" or "tensorflow".
+def framework_of(model: Any) -> str:
+    """The framework of a model: "torch" or "keras".
 
     Raises:
-        InvalidArgumentError: it is of none, or not of the one that is wanted (unless that is "auto").
+        InvalidArgumentError: it is of none.
     """
-    names = [wanted] if wanted != "auto" else list(_CLASSES)
-    for name in names:
+    for name in _CLASSES:
         if _is_of(model, name):
             return name
-    expected = "a model of PyTorch, Keras or TensorFlow" if wanted == "auto" else f"a model of {wanted}"
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    raise InvalidArgumentError(f"it gave a {kind}; expected {expected}.")
+    raise InvalidArgumentError(f"it gave a {kind}; expected a model of PyTorch or Keras.")
 
 
 def ask(process: str, model: str, **more: Any) -> dict[str, Any]:
@@ -212,21 +214,6 @@ def reply(answer: Callable[[dict[str, Any]], dict[str, Any]], arguments: Sequenc
     except InvalidArgumentError as error:
         said = {"error": str(error)}
     Path(file).write_text(json.dumps(said), encoding="utf-8")
-
-
-def torch_forward(made: Made) -> Any:
-    """What a PyTorch model gives for its inputs.
-
-    Args:
-        made: a model with inputs, or none: then zeros of ``input_shape``, of the type and where the model's first
-            floating-point parameter is.
-    """
-    import torch
-
-    if made.inputs is None:
-        like = next((one for one in made.model.parameters() if one.is_floating_point()), torch.empty(0))
-        return made.model(torch.zeros(tuple(made.input_shape or ()), device=like.device, dtype=like.dtype))
-    return made.called()
 
 
 def torch_loss(made: Made, output: Any) -> Any:

@@ -55,7 +55,6 @@ class BenchmarkSettings:
         batches_per_iter: steps that are timed together, > 0.
         iters: how many times, > 0.
         fp16_allreduce: gradients travel in half precision.
-        adasum: combine gradients with Adasum in place of their mean; the learning rate is not scaled then.
         cuda: use a GPU where there is one.
         image_size: height and width for "resnet50-shape", in pixels; None for the others.
         as_json: print one JSON object in place of lines.
@@ -69,7 +68,6 @@ class BenchmarkSettings:
     batches_per_iter: int = 10
     iters: int = 10
     fp16_allreduce: bool = False
-    adasum: bool = False
     cuda: bool = True
     image_size: int | None = None
     as_json: bool = False
@@ -105,32 +103,9 @@ class BenchmarkSettings:
         return self.warmup_batches + self.iters * self.batches_per_iter
 
     @property
-    def op(self) -> str:
-        """For ``distribute``."""
-        return "adasum" if self.adasum else "average"
-
-    @property
-    def rule(self) -> str:
-        """For ``scale_lr``: the sum of Adasum needs no higher rate."""
-        return "none" if self.adasum else "linear"
-
-    @property
     def compression(self) -> str:
         """For ``distribute``."""
         return "fp16" if self.fp16_allreduce else "none"
-
-    def require_ranks(self, size: int) -> None:
-        """Refuse a number of ranks over which Adasum cannot work.
-
-        Raises:
-            InvalidArgumentError: Adasum over a number of ranks that is no power of two.
-        Source: Horovod 0.28.1, horovod/torch/mpi_ops.py, ``_allreduce_async``.
-        """
-        if self.adasum and size & (size - 1):
-            raise InvalidArgumentError(
-                f"--use-adasum needs a power of two of ranks, got {size}; take {1 << size.bit_length() - 1} or "
-                f"{1 << size.bit_length()}, or leave it out."
-            )
 
     def data(self, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """One random batch of a rank: x (batch_size, *shape) and y (batch_size,)."""

@@ -19,7 +19,6 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
         The model and its optimizer, trained.
     Raises:
         MissingFrameworkError: Keras, its backend, or Horovod for it, is missing.
-        InvalidArgumentError: Adasum, which Keras' optimizers cannot do.
     """
     import hvdkit.keras as hk  # needs Horovod, which the models do not
     from hvdkit.keras.trainer.callbacks import Callback
@@ -27,8 +26,8 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
     world = hk.init()
     device = hk.pin_device(world, "auto" if settings.cuda else "cpu").lower()
     model = make_model(settings)
-    optimizer = keras.optimizers.SGD(hk.scale_lr(0.01, world, settings.rule))
-    optimizer = hk.distribute(optimizer, op=settings.op, compression=settings.compression)
+    optimizer = keras.optimizers.SGD(hk.scale_lr(0.01, world))
+    optimizer = hk.distribute(optimizer, compression=settings.compression)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     sizes = [math.prod(variable.shape) for variable in model.trainable_variables]
     watch = Stopwatch(settings, world, "CPU" if "cpu" in device else "GPU", len(sizes), sum(sizes))

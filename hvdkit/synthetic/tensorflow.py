@@ -20,21 +20,19 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
         The model and its optimizer, trained.
     Raises:
         MissingFrameworkError: TensorFlow, or Horovod for it, is missing.
-        InvalidArgumentError: Adasum over a number of ranks that is no power of two.
     """
     import hvdkit.tensorflow as hk
 
     world = hk.init()
-    settings.require_ranks(world.size)
     device = hk.pin_device(world, "auto" if settings.cuda else "cpu")
     model = make_model(settings)
-    optimizer = keras.optimizers.SGD(hk.scale_lr(0.01, world, settings.rule))
+    optimizer = keras.optimizers.SGD(hk.scale_lr(0.01, world))
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     hk.broadcast_state(model, optimizer)
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # it would warn of what Adasum calls
+    @tf.function  # type: ignore[untyped-decorator]
     def train_step(x: Any, y: Any) -> Any:
-        with hk.distribute(tf.GradientTape(), op=settings.op, compression=settings.compression) as tape:
+        with hk.distribute(tf.GradientTape(), compression=settings.compression) as tape:
             loss = loss_of(y, model(x, training=True))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return loss

@@ -19,18 +19,16 @@ def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
         The model and its optimizer, trained.
     Raises:
         MissingFrameworkError: PyTorch, or Horovod for it, is missing.
-        InvalidArgumentError: Adasum over a number of ranks that is no power of two.
     """
     import hvdkit.torch as hk  # needs Horovod, which the models do not
 
     world = hk.init()
-    settings.require_ranks(world.size)
     device = hk.pin_device(world, "auto" if settings.cuda else "cpu")
     torch.backends.cudnn.benchmark = True
     model = make_model(settings).to(device).train()
-    rate = hk.scale_lr(0.01, world, settings.rule)
+    rate = hk.scale_lr(0.01, world)
     plain = torch.optim.SGD(model.parameters(), lr=rate)
-    optimizer = hk.distribute(plain, model, op=settings.op, compression=settings.compression)
+    optimizer = hk.distribute(plain, model, compression=settings.compression)
     hk.broadcast_state(model, optimizer)
 
     x, y = (torch.from_numpy(array).to(device) for array in settings.data(world.rank))

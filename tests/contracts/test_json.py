@@ -230,7 +230,6 @@ def recorded(tmp_path_factory):
 
     from hvdkit.measure.bench import results as bench
     from hvdkit.measure.bench.subject import ScalingAsked, WithCommit
-    from hvdkit.measure.emulate import results
 
     folder = tmp_path_factory.mktemp("recorded")
     rng = np.random.default_rng(1)
@@ -238,7 +237,7 @@ def recorded(tmp_path_factory):
     asked = ScalingAsked(("train.py",), (), (1, 2, 4), "strong", 5)
     subject = (asked, WithCommit("1", "3.11", "Linux", {}, 4, None), (), ())
     bench.write(folder / "bench.json", bench.ScalingResults(*subject, jobs))
-    results.write(folder / "emulate.json", emulate_results.made({400: 1e-3, 80_000: 5e-3}, noise=0.1))
+    json_files.write(folder / "emulate.json", emulate_results.made({400: 1e-3, 80_000: 5e-3}, noise=0.1))
     json_files.write(folder / "sizes.json", emulate_results.from_sizes([4_000_000] * 25))
     events = [*timeline_files.metadata("a", epoch=1_759_000_000_000_000), *timeline_files.allreduce(1, 1000)]
     timeline_files.write(folder / "timeline.json", events)

@@ -2,16 +2,15 @@
 
 import numpy as np
 
-from hvdkit.measure.bench.subject import HowLaunched
+from hvdkit.measure.bench.subject import Environment
 from hvdkit.measure.emulate import plan
-from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample, WithLaunch
+from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
 
-ENVIRONMENT = WithLaunch("1", "3.11", "Linux", {"mpi4py": "4"}, 4, HowLaunched(4, "mpirun", 1, False, ()))
+ENVIRONMENT = Environment("1", "3.11", "Linux", {"mpi4py": "4"}, 4)
 
 
 def asked(**changes):
-    told = {"engine": "ring", "collective": "allreduce", "algorithm": "ring", "ranks": 4, "hosts": 1, "ppn": 4}
-    return EmulateAsked(**{**told, "check": True, **changes})
+    return EmulateAsked(**{"engine": "ring", "ranks": 4, "hosts": 1, "ppn": 4, **changes})
 
 
 def sample(trial, index, nbytes, own, skew=0.0, transfer=None):
@@ -51,6 +50,5 @@ def results(steps, samples, environment=ENVIRONMENT, notes=(), **changes):
         environment=environment,
         notes=list(notes),
         plan=steps,
-        summary=None,
         samples=list(samples),
     )

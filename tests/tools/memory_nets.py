@@ -82,10 +82,6 @@ def enormous():
     return nn.Linear(10**6, 10**6), torch.randn(8, 10**6), lambda out: (out - expected[:1]).square().mean()
 
 
-def embedding():
-    return nn.Embedding(10, 4)
-
-
 class _Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -102,22 +98,7 @@ def tied():
     return _Tied(), {"left": torch.randint(500, (8, 6)), "right": torch.randint(500, (8, 6))}
 
 
-def keras_unbuilt():
-    import keras
-
-    return keras.Sequential([keras.layers.Dense(16), keras.layers.Dense(3)])
-
-
-def keras_twice():
-    import keras
-
-    left, right, dense = keras.Input((8,)), keras.Input((8,)), keras.layers.Dense(16)
-    both = keras.layers.Concatenate()([dense(left), dense(right)])
-    return keras.Model([left, right], keras.layers.Dense(3)(both))
-
-
 def keras_net():
     import keras
 
-    layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Flatten(), keras.layers.Dense(3)]
-    return keras.Sequential([keras.Input((8,)), *layers])
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])

@@ -5,20 +5,19 @@ from emulate_results import ENVIRONMENT
 
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
-from hvdkit.measure.plan.link import FLAT
+from hvdkit.measure.plan import link
 
 SIZES = tuple(2**power for power in range(16, 25))
 ALPHA, BETA, OVERHEAD = 40e-6, 8e-9, 150e-6
 
 
-def seconds(algorithm, nbytes, n, alpha=ALPHA, beta=BETA, gamma=0.0, overhead=OVERHEAD):
-    terms = FLAT[algorithm](nbytes, n)
-    return overhead + alpha * terms.messages + beta * terms.moved + gamma * terms.reduced
+def seconds(nbytes, n, alpha=ALPHA, beta=BETA, overhead=OVERHEAD):
+    return overhead + alpha * link.messages(n) + beta * link.moved(nbytes, n)
 
 
-def results(n, *, hosts=None, true="ring", known=True, noise=0.02, trials=20, sizes=SIZES, seed=0, spoil=None,
+def results(n, *, hosts=None, known=True, noise=0.02, trials=20, sizes=SIZES, seed=0, spoil=None,
             skew_s=1e-4, time=seconds, asked=None, **parameters):  # fmt: skip
-    """Measurements of n ranks on ``hosts`` hosts (one each by default), of a ring or a library that acts like ``true``.
+    """Measurements of n ranks on ``hosts`` hosts (one each by default), of the ring or of a library (not ``known``).
 
     ``spoil(rng, times)`` may change the times of a size. Skews are ranges of n exponential delays of mean ``skew_s``.
     """
@@ -26,13 +25,12 @@ def results(n, *, hosts=None, true="ring", known=True, noise=0.02, trials=20, si
     hosts = n if hosts is None else hosts
     samples = []
     for index, nbytes in enumerate(sizes):
-        times = time(true, nbytes, n, **parameters) * np.exp(rng.normal(0, noise, trials))
+        times = time(nbytes, n, **parameters) * np.exp(rng.normal(0, noise, trials))
         times = times if spoil is None else spoil(rng, times)
         for trial, taken in enumerate(map(float, times)):
             skew = float(np.ptp(rng.exponential(skew_s, n)))
             samples.append(Sample(trial, index, nbytes, skew, taken, taken, 0, (taken,) * n))
-    told = {"engine": "mpi", "collective": "allreduce", "algorithm": "ring" if known else "library", "ranks": n,
-            "hosts": hosts, "ppn": -(-n // hosts), "check": True}  # fmt: skip
+    told = {"engine": "ring" if known else "mpi", "ranks": n, "hosts": hosts, "ppn": -(-n // hosts)}
     plan = ReplayPlan(tuple(Collective(f"layer{index}", nbytes // 4) for index, nbytes in enumerate(sizes)), trials)
     wanted = EmulateAsked(**{**told, **(asked or {})})
-    return EmulateResults(asked=wanted, environment=ENVIRONMENT, notes=[], plan=plan, summary=None, samples=samples)
+    return EmulateResults(asked=wanted, environment=ENVIRONMENT, notes=[], plan=plan, samples=samples)

@@ -43,19 +43,19 @@ def settings_of(argv):
 
 def test_horovods_flags_mean_what_they_mean_there(started):
     start("--model", "mlp", "--batch-size", "8", "--num-warmup-batches", "3", "--num-batches-per-iter", "4",
-          "--num-iters", "5", "--fp16-allreduce", "--use-adasum", "--no-cuda")  # fmt: skip
+          "--num-iters", "5", "--fp16-allreduce", "--no-cuda")  # fmt: skip
     (argv,) = started
     assert argv[1:5] == ["-P", "-m", "hvdkit.synthetic", "torch"]
     settings = settings_of(argv)
-    assert settings == BenchmarkSettings("mlp", 8, 3, 4, 5, fp16_allreduce=True, adasum=True, cuda=False)
-    assert (settings.compression, settings.op, settings.rule) == ("fp16", "adasum", "none")
+    assert settings == BenchmarkSettings("mlp", 8, 3, 4, 5, fp16_allreduce=True, cuda=False)
+    assert settings.compression == "fp16"
 
 
 def test_horovods_defaults(started):
     start()
     settings = settings_of(started[0])
     assert (settings.batch_size, settings.warmup_batches, settings.batches_per_iter, settings.iters) == (32, 10, 10, 10)
-    assert (settings.compression, settings.op, settings.rule, settings.cuda) == ("none", "average", "linear", True)
+    assert (settings.compression, settings.cuda) == ("none", True)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
@@ -75,14 +75,12 @@ def test_n_launches_that_many_ranks(started):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--framework", "keras", "--use-adasum"], "take --framework torch"),
         (["--model", "resnet101"], "resnet50-shape"),
         (["--image-size", "128"], "fixed one"),
         (["--model", "resnet50-shape", "--image-size", "32"], "64"),
         (["--batch-size", "0"], "batch-size"),
         (["--num-iters", "0"], "num-iters"),
         (["train.py"], "train.py"),
-        (["-n", "3", "--use-adasum"], "--use-adasum needs a power of two of ranks, got 3; take 2 or 4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -100,15 +98,6 @@ def test_a_rank_of_a_job_starts_no_job(started, capsys, monkeypatch):
     assert "leave -n out" in capsys.readouterr().err
     start()
     assert started[0][3:5] == ["hvdkit.synthetic", "torch"]
-
-
-def test_adasum_over_three_ranks_is_refused_also_where_the_ranks_are_started_by_others():
-    settings = BenchmarkSettings(adasum=True)
-    for size in (1, 2, 4, 8):
-        settings.require_ranks(size)
-    with pytest.raises(InvalidArgumentError, match="got 6; take 4 or 8"):
-        settings.require_ranks(6)
-    BenchmarkSettings().require_ranks(6)
 
 
 # Shapes

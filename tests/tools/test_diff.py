@@ -17,7 +17,6 @@ from hvdkit.errors import DataError, DataNotFoundError, InvalidArgumentError
 from hvdkit.measure.bench import results as bench
 from hvdkit.measure.bench.measurement import JobSteps, Parts
 from hvdkit.measure.bench.subject import ScalingAsked, WithCommit
-from hvdkit.measure.emulate import results as emulate
 from hvdkit.read.diff.comparison import diff
 from hvdkit.read.explain.results import JobLaunch
 
@@ -99,7 +98,7 @@ def benched(path, seconds, noise=0.01, repeats=5, mode="strong", asked=(), parts
 
 
 def emulated(path, *args, environment=emulate_results.ENVIRONMENT, **options):
-    emulate.write(path, emulate_results.made(*args, environment=environment, **options))
+    json_files.write(path, emulate_results.made(*args, environment=environment, **options))
     return path
 
 
@@ -375,7 +374,7 @@ def test_what_does_not_compare_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "content",
     ["", "{}", '{"kind": "bench-scaling"}', '{"kind": "bench-scaling", "schema": 2, "asked": {}}',
-     '{"kind": "emulate-results", "schema": 1, "asked": {}, "environment": {}, "samples": [], "plan": 3}',
+     '{"kind": "emulate-results", "schema": 2, "asked": {}, "environment": {}, "samples": [], "plan": 3}',
      '{"kind": "start"}\n'],
 )  # fmt: skip
 def test_damaged_files_are_refused(tmp_path, content):

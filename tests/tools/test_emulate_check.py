@@ -145,7 +145,7 @@ class AloneOperation:
 def replay(engine, **options):
     plan = ReplayPlan((Collective("fc4", 5), Collective("fc3", 7)), trials=options.pop("trials", 2))
     kept = []
-    asked = EmulateAsked("mpi", "allreduce", "library", 1, hosts=1, **{"check": True, **options})
+    asked = EmulateAsked("mpi", 1, hosts=1, **options)
     replay_job(ReplayJob(asked, plan), engine, lambda *times: kept.append(times))
     return kept
 

@@ -7,14 +7,14 @@ import pytest
 from emulate_results import ENVIRONMENT
 
 from hvdkit import DataError, cli
+from hvdkit.common import json_files
 from hvdkit.measure.emulate import rank_files, results
-from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.rank_files import ReplayJob, Writer, file_of, read, read_job, write_job
 from hvdkit.measure.emulate.results import Delay, EmulateAsked, EmulateResults, Sample
 
 PLAN = ReplayPlan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
-ASKED = EmulateAsked("mpi", "allreduce", "ring", ranks=2, hosts=1, check=True)
+ASKED = EmulateAsked("ring", ranks=2, hosts=1)
 
 
 def sample(trial=0, index=0, **changed):
@@ -25,23 +25,22 @@ def sample(trial=0, index=0, **changed):
     return Sample(**values)
 
 
-def written(folder, rank, trials, machine="one", overlaps=None, notes=()):
+def written(folder, rank, trials, machine="one", notes=()):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_files, "machine", lambda: machine)
-        with Writer(folder, rank, overlaps, notes) as writer:
+        with Writer(folder, rank, notes) as writer:
             for number, times in trials.items():
                 writer.trial(number, *times)
 
 
 def join(folder, collective="allreduce"):
-    asked = msgspec.structs.replace(ASKED, collective=collective)
-    return rank_files.join(folder, ReplayJob(asked, PLAN))
+    return rank_files.join(folder, ReplayJob(msgspec.structs.replace(ASKED, collective=collective), PLAN))
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path):
     plan = ReplayPlan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4)
-    more = {"straggler_s": {2: 0.05}, "delay": Delay(0.02, 1, 0.1), "compute": "sleep", "check": False}
-    job = ReplayJob(EmulateAsked("torch", "allreduce", "library", 3, hosts=1, backend="gloo", **more), plan)
+    more = {"straggler_s": {2: 0.05}, "delay": Delay(0.02, 1, 0.1), "check": False}
+    job = ReplayJob(EmulateAsked("gloo", 3, hosts=1, **more), plan)
     write_job(tmp_path, job)
     assert read_job(tmp_path) == job
     with pytest.raises(DataError, match="directory that all hosts share"):
@@ -93,11 +92,10 @@ def test_on_several_machines_each_rank_s_own_times_tell_skew_from_transfer(tmp_p
     assert "The clocks of several machines are not compared" in joined.notes[0]
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_a_rank_says_where_it_is_and_whether_its_engine_overlaps(tmp_path, overlaps):
+def test_a_rank_says_where_it_is(tmp_path):
     for rank in range(2):
-        written(tmp_path, rank, {}, machine=str(rank), overlaps=overlaps)
-    assert (join(tmp_path).placed, join(tmp_path).overlapped) == ((1, 1), overlaps)
+        written(tmp_path, rank, {}, machine=str(rank))
+    assert join(tmp_path).placed == (1, 1)
     assert len(rank_files.machine()) > 10
 
 
@@ -126,43 +124,23 @@ def test_another_file_in_the_folder_is_an_error(tmp_path, text):
 
 
 def of(samples, asked=ASKED, notes=()):
-    return EmulateResults(
-        asked=asked, environment=ENVIRONMENT, notes=list(notes), plan=PLAN, summary=None, samples=samples
-    )
+    return EmulateResults(asked, ENVIRONMENT, list(notes), PLAN, samples)
 
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "r.json"
     found = of([sample(), sample(1, 1)], notes=["A note."])
-    results.write(path, found)
+    json_files.write(path, found)
     assert results.load(path) == found
-    assert json.loads(path.read_text())["summary"] is None
-    results.write(path, of([]))
+    json_files.write(path, of([]))
     assert results.load(path).samples == []
-
-
-def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
-    path = tmp_path / "r.json"
-    unchecked = msgspec.structs.replace(ASKED, check=False, collective="broadcast")
-    for asked, redop, wrong in ((ASKED, "sum", 0), (unchecked, "none", None)):
-        found = of([sample()], asked)
-        results.write(path, found, analyse(found))
-        (row,) = json.loads(path.read_text())["summary"]["rows"]
-        assert (row["size"], row["count"], row["type"], row["redop"], row["wrong"]) == (40, 10, "float32", redop, wrong)
-
-
-def test_a_line_for_each_sample(tmp_path):
-    path = tmp_path / "r.json"
-    results.write(path, of([sample(trial) for trial in range(5)]))
-    lines = [line for line in path.read_text().splitlines() if '"ranks_s"' in line]
-    assert len(lines) == 5 and json.loads(lines[-1])["trial"] == 4
 
 
 def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):
     path = tmp_path / "r.json"
-    results.write(path, of([sample()]))
+    json_files.write(path, of([sample()]))
     with pytest.raises(DataError, match=r"samples\[0\]\.skew_s is null: expected `float`"):
-        results.write(path, of([sample(skew_s=float("nan"))]))
+        json_files.write(path, of([sample(skew_s=float("nan"))]))
     assert len(results.load(path).samples) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
@@ -183,7 +161,7 @@ def changed(change):
         lambda content: "[" * 100_000,
         lambda content: json.dumps(content)[:200],
         changed(lambda content: content.update(kind="bench-scaling")),
-        changed(lambda content: content.update(schema=2)),
+        changed(lambda content: content.update(schema=3)),
         changed(lambda content: content.pop("plan")),
         changed(lambda content: content["asked"].pop("ranks")),
         changed(lambda content: content["asked"].update(ranks=3)),
@@ -201,9 +179,9 @@ def changed(change):
 )
 def test_another_file_is_refused(tmp_path, broken):
     path = tmp_path / "r.json"
-    results.write(path, of([sample()]))
+    json_files.write(path, of([sample()]))
     path.write_text(broken(json.loads(path.read_text())))
-    with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(emulate-results, schema 1\)"):
+    with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(emulate-results, schema 2\)"):
         results.load(path)
 
 

@@ -33,16 +33,6 @@ def needs_torch(test):
     return pytest.mark.usefixtures("forked")(needs_torch_alone(test))
 
 
-def needs_keras(test):
-    """In a process of its own that imports Keras without what Keras imports on the side."""
-    return pytest.mark.usefixtures("lean")(live("keras")(test))
-
-
-@pytest.fixture
-def lean(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "parallel" / "lean"))
-
-
 def answer_in_fork(process, words):
     model_factory.reply(importlib.import_module(process).answer, words)
 
@@ -196,11 +186,18 @@ def test_activations_grow_with_the_batch_and_parameters_do_not(capsys):
 
 @needs_torch
 def test_an_input_shape_stands_in_for_inputs(capsys):
-    words = ["--model", f"{NETS}:without_inputs", "--batch", "6"]
-    need = found(capsys, *words, "--input-shape", "1,1000")["need"]
-    assert need["parameters"] == 500_500 * 4
-    assert cli.run(["plan", "memory", *words]) == 2
-    assert "--input-shape" in capsys.readouterr().err
+    words = ["--model", f"{NETS}:without_inputs", "--batch", "6", "--input-shape", "1,1000"]
+    assert found(capsys, *words)["need"]["parameters"] == 500_500 * 4
+
+
+@needs_torch_alone
+@live("keras")
+@pytest.mark.parametrize(("net", "said"), [("without_inputs", "--input-shape"), ("keras_net", "--parameters")])
+def test_a_model_that_cannot_be_followed_is_one_sentence(capsys, monkeypatch, net, said):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "parallel" / "lean"))
+    assert cli.run(["plan", "memory", "--model", f"{NETS}:{net}", "--batch", "6"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
 
 
 @needs_torch
@@ -208,15 +205,6 @@ def test_a_loss_that_takes_one_batch_size_only_is_one_sentence(capsys):
     assert cli.run(["plan", "memory", "--model", f"{NETS}:fixed_batch", "--batch", "64"]) == 2
     err = capsys.readouterr().err
     assert "any batch size" in err and err.count("\n") == 1
-
-
-@needs_keras
-def test_a_keras_models_terms(capsys):
-    need = found(capsys, "--model", f"{NETS}:keras_net", "--batch", "5", "--optimizer", "momentum")["need"]
-    parameters = (8 * 16 + 16 + 16 * 3 + 3) * 4
-    assert (need["parameters"], need["gradients"], need["states"]) == (parameters, parameters, parameters)
-    assert need["activations"] == 5 * (16 + 3) * 4
-    assert need["peak"] is None
 
 
 @needs_torch
@@ -245,20 +233,6 @@ def test_on_meta_a_model_needs_no_memory_of_its_own(capsys):
     assert need["peak"] > 4 * need["parameters"]
 
 
-@needs_torch
-def test_an_input_shape_for_a_model_that_wants_whole_numbers_is_explained(capsys):
-    assert cli.run(["plan", "memory", "--model", f"{NETS}:embedding", "--input-shape", "8,3"]) == 2
-    err = capsys.readouterr().err
-    assert "return (model, inputs) for others" in err and err.count("\n") == 1
-
-
-@needs_keras
-@pytest.mark.parametrize(("net", "shape", "numbers"), [("unbuilt", ["1,8"], 16 + 3), ("twice", [], 2 * 16 + 32 + 3)])
-def test_a_keras_model_is_built_for_a_shape_and_a_layer_counts_as_often_as_it_is_called(capsys, net, shape, numbers):
-    words = ["--model", f"{NETS}:keras_{net}", "--batch", "5", *(["--input-shape", *shape] if shape else [])]
-    assert found(capsys, *words)["need"]["activations"] == 5 * numbers * 4
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -271,10 +245,10 @@ def test_a_keras_model_is_built_for_a_shape_and_a_layer_counts_as_often_as_it_is
         (["--parameters", "1e9", "--fusion-threshold-mb", "inf"], "inf"),
         (["--parameters", "1e9", "--layers", "3"], "--sequence, --hidden"),
         (["--parameters", "1e9", "--measure"], "--measure"),
+        (["--parameters", "1e9", "--input-shape", "1,x"], "1,x"),
         (["--model", "a:b", "--dtype", "float16"], "--dtype"),
         (["--model", "no_such_module:net"], "no_such_module"),
         (["--model", "no_colon"], "no_colon"),
-        (["--parameters", "1e9", "--input-shape", "1,x"], "1,x"),
     ],
 )
 def test_mistakes_are_one_sentence_with_status_2(capsys, words, said):

@@ -169,12 +169,10 @@ def test_what_ifs_do_what_they_say():
     assert base.efficiency.value > apart.efficiency.value
     half = steps([64], gradients=gradients(plan(*[4_000_000] * 25), fp16=True), overlap=False)[0]
     assert half.communication.value < 0.6 * apart.communication.value
-    (many,) = steps([64], accumulate=4, overlap=False)
-    assert many.step.value == pytest.approx((4 * 0.3 + apart.exposed.value) * (1 + scale.GROWTH.value * 6))
     unfused = steps([64], fusion=Fusion(0, 1e-3), overlap=False)[0]
     assert unfused.buckets == 25 and apart.buckets == 1
     assert unfused.communication.value == pytest.approx(apart.communication.value + 24 * 126 * 10e-6)
-    faster = steps([64], model.given(10e-6, 1e9).with_faster_links(10), overlap=False)[0]
+    faster = steps([64], model.given(10e-6, 1e10), overlap=False)[0]
     assert faster.communication.value == pytest.approx(126e-5 + (apart.communication.value - 126e-5) / 10)
 
 

@@ -1,6 +1,5 @@
 """``hvdkit plan steps``: the numbers that the training itself will get."""
 
-import itertools
 import json
 
 import pytest
@@ -77,16 +76,6 @@ def test_checkpoints_are_counted(capsys):
     assert planned(capsys, *TUTORIAL, "-n", "2", "--checkpoint-epochs", "20")["rows"][0]["checkpoints"] == 3
 
 
-def test_the_curve_rises_to_the_scaled_rate_and_stays():
-    training = model.PlannedTraining(640, 16, 0.1, 8, warmup_epochs=2)
-    row = model.row(training, 4)
-    rates = model.curve(training, row, range(row.steps))
-    assert len(rates) == row.steps == 80
-    assert rates[0] == pytest.approx(0.1) and rates[20] == pytest.approx(0.4)
-    assert all(before < after for before, after in itertools.pairwise(rates[:21]))
-    assert set(rates[20:]) == {0.4}
-
-
 def test_the_plot_has_a_curve_for_each_number_of_ranks(tmp_path, capsys):
     lines = {}
     for ranks in ("8", "1,8"):
@@ -101,15 +90,13 @@ def test_the_plot_has_a_curve_for_each_number_of_ranks(tmp_path, capsys):
     assert not (tmp_path / "rates.doc").exists()
 
 
-def test_a_training_of_a_million_epochs_is_planned_and_drawn(tmp_path, capsys):
-    """A table of ten epochs, and a curve of three points, of a billion steps."""
+def test_a_training_of_a_million_epochs_is_planned(capsys, monkeypatch):
+    """With a table of ten epochs."""
+    monkeypatch.setenv("COLUMNS", "250")
     words = ["--samples", "4000", "--batch-size", "2", "--lr", "0.1", "--epochs", "1000000", "-n", "2"]
-    file = tmp_path / "rates.svg"
-    assert cli.run(["plan", "steps", *words, "--warmup-epochs", "50000", "--markdown", "--plot", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "| ranks | epoch 1 |" in out and "| epoch 50000 |" in out
-    assert max(line.count("|") for line in out.splitlines()) == 12
-    assert file.stat().st_size < 200_000
+    assert cli.run(["plan", "steps", *words, "--warmup-epochs", "50000"]) == 0
+    (heading,) = [line for line in capsys.readouterr().out.splitlines() if "epoch 1 " in line]
+    assert heading.rstrip().endswith("epoch 50000") and heading.count("epoch") == 10
 
 
 def test_all_policies_of_an_end_that_is_ragged(capsys):
@@ -131,7 +118,6 @@ def test_all_policies_of_an_end_that_is_ragged(capsys):
         (["--lr", "0.1", "-n", "0"], "'0'"),
         (["--lr", "0.1", "-n", "1", "--warmup-epochs", "inf"], "inf"),
         (["--lr", "0.1", "-n", "2", "--warmup-epochs", "1e308"], "1e+308"),
-        (["--lr", "0.1", "-n", "2", "--plot", "nowhere/rates.svg"], "nowhere' does not exist"),
         (["--lr", "0.1", "-n", "1", "--rule", "cubic"], "cubic"),
     ],
 )
@@ -150,8 +136,7 @@ def test_numbers_are_read_as_people_write_them(capsys):
         assert "like 25557032, 1e12 or 7B" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "now"), [(["predict", "x"], "plan scale"), (["memory"], "plan memory"),
-                                            (["plan", "--samples", "3"], "plan steps")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("words", "now"), [(["predict", "x"], "plan scale"), (["memory"], "plan memory")], ids=str)
 def test_what_moved_says_where_to(capsys, words, now):
     assert cli.run(words) == 2
     assert f"hvdkit {now}" in capsys.readouterr().err

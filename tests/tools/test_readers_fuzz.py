@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
-from hvdkit.measure.emulate import results
 from hvdkit.observe import step_files
 from hvdkit.read.explain.results import JobLaunch
 from hvdkit.run.job import site
@@ -125,7 +124,7 @@ def real(place: Path) -> Callable[[str], bytes]:
         machine.marks = True
         assert run_bench("--repeats", "2", ranks="1,2") == 0
     made = emulate_results.made({1024: 1e-4, 1 << 20: 1e-3}, trials=3)
-    results.write(place / "emulate.json", made)
+    json_files.write(place / "emulate.json", made)
     json_files.write(place / "plan.json", made.plan)
     json_files.write(place / "tuned.json", TunedFile(Tuned("mpirun", 2, 0.0015, 1 << 20, 512, True)))
     CheckpointDirectory(place / "run").save(1, lambda folder: None, {"epoch": 2, "data": {"position": 8}}, score=0.5)

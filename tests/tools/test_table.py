@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.table import Page, Table, comma_separated, ends
 from hvdkit.measure.bench import results as bench_results
 from hvdkit.measure.bench import subject
-from hvdkit.measure.emulate import results as emulate_files
 
 DATA = Path(__file__).parents[1] / "data"
 HOSTILE = "a\x1b[31m|[red]b[/red]*\u202e"
@@ -111,7 +111,7 @@ def recordings(tmp_path_factory):
             events = [one for at in range(5) for one in traced(100 * at, length + 9 * rank, at)]
             trace_files.write(place / f"trace{number}" / f"trace-{rank}-of-2.json", *events, rank=rank)
         emulated = emulate_results.made({4_000: 1e-4 * length, 40_000_000: 1e-2 * length}, noise=0.1, seed=number)
-        emulate_files.write(place / f"emulated{number}.json", emulated, None)
+        json_files.write(place / f"emulated{number}.json", emulated)
         asked = subject.ScalingAsked(("train.py",), (), (1, 2, 4), "strong", 4)
         jobs = [
             bench_results.MeasuredJob(ranks, repeat, 1.0, (length + repeat) / ranks)
@@ -121,7 +121,7 @@ def recordings(tmp_path_factory):
         where = subject.WithCommit("1", "3.11", "Linux", {}, 4, None)
         bench_results.write(place / f"bench{number}.json", bench_results.ScalingResults(asked, where, (), (), jobs))
     for ranks in (2, 4):
-        emulate_files.write(place / f"measured{ranks}.json", plan_scale_measured.results(ranks), None)
+        json_files.write(place / f"measured{ranks}.json", plan_scale_measured.results(ranks))
     return {"R": place, "T": DATA / "timelines", "M": DATA / "mpi_profiles"}
 
 

@@ -210,12 +210,6 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
 )
 @click.option("--num-iters", "iters", type=AT_LEAST_1, default=10, metavar="K", help="Number of measurements.")
 @click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
-@click.option(
-    "--use-adasum",
-    "adasum",
-    is_flag=True,
-    help="Combine gradients with Adasum, on 1, 2, 4, 8 ... ranks; not with keras.",
-)
 @click.option("--no-cuda", is_flag=True, help="Train on the CPU.")
 @click.option(
     "--image-size",
@@ -243,14 +237,9 @@ def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> 
 
     Exit status: 0; 1 when the framework or Horovod is missing or the job failed; 2 for bad usage.
     """
-    if framework == "keras" and rest["adasum"]:
-        raise InvalidArgumentError(
-            "--use-adasum combines whole updates, which Keras' optimizers do not expose; take --framework torch."
-        )
     settings = benchmark.BenchmarkSettings(cuda=not no_cuda, **rest)
     argv = [sys.executable, "-P", "-m", "hvdkit.synthetic", framework, settings.word()]
     if ranks is not None:
-        settings.require_ranks(ranks)
         inside = launchers.detect(os.environ)
         if inside is not None:
             raise InvalidArgumentError(

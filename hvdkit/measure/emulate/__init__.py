@@ -15,5 +15,5 @@ network is seen before a model is trained on it.
        │     └── check      what every rank gives, and what every rank must get
        ├── rank_files    what ranks are told and what they leave
        └── results       the file that keeps it
-    analysis ──── bandwidths, percentiles, ranks, outliers; show: the table and the plot
+    analysis ──── bandwidths, percentiles, ranks; show: the table and the plot
 """

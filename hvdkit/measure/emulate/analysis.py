@@ -1,4 +1,4 @@
-"""What the measurements mean: times by size, bandwidth, skew apart from transfer, ranks, outliers."""
+"""What the measurements mean: times by size, bandwidth, skew apart from transfer, ranks, the longest of all."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ from hvdkit.common.intervals import CONFIDENCE, Estimate, median
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
 from hvdkit.errors import DataError
-from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
-from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults
+from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
 from hvdkit.observe.lateness import Floats
 
 PERCENTILES = {"p90": (0.9, 10), "p99": (0.99, 100), "p99.9": (0.999, 1000)}
 """The share, and how many samples it needs: as many as make one beyond it likely. With fewer it is the maximum."""
-ENOUGH_FOR_OUTLIERS = 8
-FENCE = 3.0
-RULE = (
-    f"longer than the upper quartile of its size plus {FENCE:g} times the distance of the quartiles (Tukey: far out), "
-    f"from {ENOUGH_FOR_OUTLIERS} samples of a size on"
-)
-STEP_IN_TURN = "the sum of its collectives' delays"
-STEP_OVERLAPS = "the longest of its collectives' delays, which overlap"
 _MUCH_SKEW = 0.5
 """Share of the median delay from which on the wait for late ranks is said aloud."""
 
@@ -40,15 +31,13 @@ class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype
         count, dtype: elements and their type; None for all together, or where one size has several types.
         per_step: collectives of this size in a step.
         samples: how many delays.
-        mean_s, max_s: of them.
+        max_s: the longest of them.
         p50_s: their median, with its interval.
         p90_s, p99_s, p999_s: percentiles, by linear interpolation; None with fewer than 10, 100, 1000 samples.
         skew_s: median, from the first rank's arrival to the last one's; None for whole steps, as are the next three.
         transfer_s: median, from the last rank's arrival until the last rank is done.
         algbw_bytes_per_s, busbw_bytes_per_s: of the median transfer (all together: all bytes by all transfers, or by
             those of whole steps where they overlap); None where that is 0.
-        redop: the operation, as nccl-tests names it: "sum" or "none".
-        wrong: elements that were not what they must be; None where they were not checked.
     """
 
     nbytes: int | None = None
@@ -56,7 +45,6 @@ class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype
     dtype: str | None = None
     per_step: int
     samples: int
-    mean_s: float
     max_s: float
     p50_s: Estimate
     p90_s: float | None
@@ -66,8 +54,6 @@ class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype
     transfer_s: Estimate | None = None
     algbw_bytes_per_s: Estimate | None = None
     busbw_bytes_per_s: Estimate | None = None
-    redop: str
-    wrong: int | None
 
 
 class RankRow(Part, frozen=True):
@@ -75,73 +61,43 @@ class RankRow(Part, frozen=True):
 
     Attributes:
         rank: its number.
-        p50_s, max_s: of its own times, from its arrival until it is done.
         slowest, latest: share of the collectives in which its own time was the longest, the shortest. Where ranks leave
             a collective together, the one with the shortest time is the one that came last.
     """
 
     rank: int
-    p50_s: Estimate
-    max_s: float
     slowest: float
     latest: float
 
 
-class Outlier(Part, frozen=True, rename={"nbytes": "size"}):
-    """A collective that took much longer than others of its size (Tukey: far out).
-
-    Attributes:
-        trial, index, name, nbytes: which.
-        slowest_s, skew_s, transfer_s: its times.
-        slowest_rank: whose own time was the longest.
-        latest_rank: whose own time was the shortest, where most of the delay is skew: it came last.
-        times_median: its delay divided by the median of its size; None where that is 0.
-    """
-
-    trial: int
-    index: int
-    name: str
-    nbytes: int
-    slowest_s: float
-    skew_s: float
-    transfer_s: float
-    slowest_rank: int
-    latest_rank: int | None
-    times_median: float | None
-
-
-class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor"}):
+class EmulateSummary(Document, frozen=True):
     """What follows from the samples.
 
     Attributes:
-        asked: engine, collective, algorithm, ranks, hosts, ...
-        factor: busbw / algbw of this collective on so many ranks.
+        asked: engine, ranks, hosts, ...
         trials: steps that were measured, the last one perhaps in part.
         rows: by size, the smallest first.
         overall: all sizes together.
         step: what a complete step takes, see ``of_steps``; None without one.
-        step_is: in words, how that follows from its collectives.
         ranks: by number.
-        cdf_band: half the height of the band around the distribution of all delays, see ``distribution``.
-        outliers: the longest first.
+        cdf_band: half the height of the band around the distribution of all delays, see ``band``.
+        longest: the collective with the longest delay.
         notes: full sentences: what a reader should know.
         confidence: of the intervals.
     """
 
     kind = "emulate-summary"
-    schema = 3
+    schema = 4
     written_by = "hvdkit emulate show --json"
 
     asked: EmulateAsked
-    factor: float
     trials: int
     rows: tuple[TimesRow, ...]
     overall: TimesRow
     step: TimesRow | None
-    step_is: str
     ranks: tuple[RankRow, ...]
     cdf_band: float
-    outliers: tuple[Outlier, ...]
+    longest: Sample
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
 
@@ -151,34 +107,27 @@ def analyse(results: EmulateResults) -> EmulateSummary:
 
     Raises:
         DataError: there is no sample.
-        InvalidArgumentError: an unknown collective.
     """
     samples, asked = results.samples, results.asked
     if not samples:
         raise DataError("Nothing was measured: there is no sample to analyse; run more trials.")
     rng = np.random.default_rng(0)
-    sizes = np.unique(results.column("nbytes")).tolist()
-    rows = tuple(_row_of(results, size, rng) for size in sizes)
+    rows = tuple(_row_of(results, size, rng) for size in np.unique(results.column("nbytes")).tolist())
     overall = _row_of(results, None, rng)
     steps = of_steps(results, results.column("slowest_s"))
-    own = np.array([one.ranks_s for one in samples], dtype=float)
-    slowest, latest = Counter(one.slowest_rank for one in samples), Counter(own.argmin(axis=1).tolist())
-    ranks = tuple(
-        RankRow(rank, median(one, rng), float(one.max()), slowest[rank] / len(samples), latest[rank] / len(samples))
-        for rank, one in enumerate(own.T)
-    )
+    own = np.array([sample.ranks_s for sample in samples], dtype=float)
+    slowest, latest = Counter(sample.slowest_rank for sample in samples), Counter(own.argmin(axis=1).tolist())
+    ranks = tuple(RankRow(rank, slowest[rank] / len(own), latest[rank] / len(own)) for rank in range(asked.ranks))
     return EmulateSummary(
         asked=asked,
-        factor=bus_factor(asked.collective, asked.ranks),
-        trials=len({one.trial for one in samples}),
+        trials=len({sample.trial for sample in samples}),
         rows=rows,
         overall=overall,
-        step=_times_row(results, steps, rng, per_step=1) if len(steps) else None,
-        step_is=STEP_OVERLAPS if asked.fusion else STEP_IN_TURN,
+        step=_times_row(steps, rng, per_step=1) if len(steps) else None,
         ranks=ranks,
         cdf_band=band(len(steps) if asked.fusion else len(samples)),
-        outliers=tuple(sorted(_outliers(results, sizes), key=lambda one: -one.slowest_s)),
-        notes=(*map(str, results.notes), *_notes(rows, overall, ranks, checked=asked.check)),
+        longest=max(samples, key=lambda sample: sample.slowest_s),
+        notes=(*results.notes, *_notes(rows, overall, ranks, checked=asked.check)),
     )
 
 
@@ -214,7 +163,6 @@ def _row_of(results: EmulateResults, size: int | None, rng: np.random.Generator)
         low, high = (None if not end else moved / end for end in (seconds.high, seconds.low))
         algbw = Estimate(moved / seconds.value, low, high)
     return _times_row(
-        results,
         results.column("slowest_s")[keep],
         rng,
         None if steps is None else len(steps),
@@ -229,14 +177,11 @@ def _row_of(results: EmulateResults, size: int | None, rng: np.random.Generator)
     )
 
 
-def _times_row(
-    results: EmulateResults, delays: Floats, rng: np.random.Generator, independent: int | None = None, **more: Any
-) -> TimesRow:
-    """A row of delays, at least one.
+def _times_row(delays: Floats, rng: np.random.Generator, independent: int | None = None, **more: Any) -> TimesRow:
+    """A row of delays in seconds, at least one.
 
     Args:
-        results: that they are of.
-        delays: in seconds.
+        delays: of the row.
         rng: for the interval of the median.
         independent: how many of them tell something new, where others repeat them; then there is no interval.
         more: further fields.
@@ -247,14 +192,11 @@ def _times_row(
     )
     return TimesRow(
         samples=len(delays),
-        mean_s=float(delays.mean()),
         max_s=float(delays.max()),
         p50_s=median(delays, rng) if independent is None else Estimate(float(np.median(delays))),
         p90_s=p90,
         p99_s=p99,
         p999_s=p999,
-        redop="sum" if results.asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none",
-        wrong=0 if results.asked.check else None,
         **more,
     )
 
@@ -270,52 +212,9 @@ def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
     """
     _, inverse, counts = np.unique(results.column("trial"), return_inverse=True, return_counts=True)
     found: Floats = np.zeros(len(counts))
-    if results.asked.fusion:  # all collectives of a step are under way at the same time
-        np.maximum.at(found, inverse, seconds)
-    else:
-        np.add.at(found, inverse, seconds)
+    gather = np.maximum if results.asked.fusion else np.add  # with fusion all of a step are under way at the same time
+    gather.at(found, inverse, seconds)
     return np.asarray(found[counts == len(results.plan.collectives)])
-
-
-def fence(values: Floats) -> float:
-    """Above it a time is an outlier: the upper quartile plus three times the distance of the quartiles.
-
-    Returns:
-        Seconds; infinity with fewer than ``ENOUGH_FOR_OUTLIERS`` samples.
-    Source: J. W. Tukey, Exploratory Data Analysis (1977), chapter 2: "far out".
-    """
-    if len(values) < ENOUGH_FOR_OUTLIERS:
-        return math.inf
-    lower, upper = np.quantile(values, [0.25, 0.75])
-    return float(upper + FENCE * (upper - lower))
-
-
-def _outliers(results: EmulateResults, sizes: Sequence[int]) -> list[Outlier]:
-    """The collectives that ``RULE`` names, size by size."""
-    found = []
-    all_sizes, all_delays = results.column("nbytes"), results.column("slowest_s")
-    for size in sizes:
-        rows = np.flatnonzero(all_sizes == size)
-        delays = all_delays[rows]
-        usual = float(np.median(delays))
-        for row in rows[delays > fence(delays)].tolist():
-            one = results.samples[row]
-            late = len(one.ranks_s) > 1 and one.skew_s > one.slowest_s / 2
-            found.append(
-                Outlier(
-                    trial=one.trial,
-                    index=one.index,
-                    name=results.plan.collectives[one.index].name,
-                    nbytes=one.nbytes,
-                    slowest_s=one.slowest_s,
-                    skew_s=one.skew_s,
-                    transfer_s=one.transfer_s,
-                    slowest_rank=one.slowest_rank,
-                    latest_rank=int(np.argmin(one.ranks_s)) if late else None,
-                    times_median=one.slowest_s / usual if usual > 0 else None,
-                )
-            )
-    return found
 
 
 def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow], *, checked: bool) -> list[str]:
@@ -325,11 +224,9 @@ def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow]
     missing = [f"{name} needs {least}" for name, (_, least) in PERCENTILES.items() if fewest < least]
     if missing:
         notes.append(f"Left out where a size has too few samples: {', '.join(missing)}; some size has {fewest}.")
-    if fewest < ENOUGH_FOR_OUTLIERS:
-        notes.append(f"No outlier is looked for among fewer than {ENOUGH_FOR_OUTLIERS} samples of a size.")
     usual, skew_s = overall.p50_s.value, overall.skew_s or 0.0
     if usual > 0 and skew_s > _MUCH_SKEW * usual:
-        latest = max(ranks, key=lambda one: one.latest)
+        latest = max(ranks, key=lambda row: row.latest)
         notes.append(
             f"The ranks arrive {1000 * skew_s:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
             f"most of the delay is waiting for late ranks, not transfer; rank {latest.rank} comes last most often, in "

@@ -29,15 +29,13 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import results, run
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
-from hvdkit.measure.emulate.engines import ENGINES
-from hvdkit.measure.emulate.plan import DTYPES, FRAMEWORKS, LAYERS, PER, REPLAY, TRIALS, plan_of
-from hvdkit.measure.emulate.results import BUSY, COMPUTE
+from hvdkit.measure.emulate.plan import DTYPES, PER, TRIALS, plan_of
 from hvdkit.measure.emulate.show import draw, page, plan_page
 from hvdkit.run.launch import options
 
 SUBCOMMANDS = {
     "sizes": ("hvdkit.measure.emulate.cli:sizes", "List the collectives of a step, and save the plan."),
-    "show": ("hvdkit.measure.emulate.cli:show", "Print the results again, or in another form."),
+    "show": ("hvdkit.measure.emulate.cli:show", "Print the results again, as JSON, or plot them."),
 }
 MOVED = {"plan": "hvdkit emulate sizes", "compare": "hvdkit diff"}
 
@@ -76,10 +74,9 @@ PLAN_OPTIONS = (
     click.option(
         "--model",
         metavar="MODULE:FACTORY",
-        help="A function (or class) that returns a model, or (model, inputs); PyTorch, Keras or TensorFlow. "
-        "FILE.py:FACTORY works too.",
+        help="A function (or class) that returns a model of PyTorch or Keras, or (model, inputs). Also "
+        "FILE.py:FACTORY.",
     ),
-    click.option("--framework", type=click.Choice(FRAMEWORKS), help="Framework of the model  [default: auto]"),
     click.option("--per", type=click.Choice(PER), help="One collective per ... of the model  [default: parameter]"),
     click.option(
         "--input-shape",
@@ -92,12 +89,6 @@ PLAN_OPTIONS = (
     ),
     click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="A plan that `hvdkit emulate sizes -o` saved."),
     click.option("--dtype", type=click.Choice(DTYPES), help="Data type for --sizes and --begin  [default: float32]"),
-    click.option(
-        "--order",
-        type=click.Choice([LAYERS, REPLAY]),
-        help="Order of --sizes. layers: from the last to the first, as in backward; replay: as listed  "
-        "[default: layers]",
-    ),
     click.option(
         "--trials", type=AT_LEAST_1, metavar="T", help=f"Steps to replay  [default: the plan's, else {TRIALS}]"
     ),
@@ -131,8 +122,8 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
     click.option("-n", "n", type=AT_LEAST_1, metavar="N", help="Number of processes (ranks)."),
     click.option(
         "--engine",
-        type=click.Choice(list(ENGINES)),
-        default="horovod",
+        type=click.Choice(results.ENGINES),
+        default=results.HOROVOD,
         help="What runs the collectives: Horovod, MPI's own choice (mpi), this tool's ring over MPI messages "
         "(ring), torch.distributed (torch: NCCL where there are GPUs, else Gloo; or name one of the two).",
     ),
@@ -143,7 +134,6 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
         help="on: Horovod gets all tensors of a step at once, as in a training, and may fuse them; off: one after the "
         "other, each alone  [default: on; off with --begin]",
     ),
-    *options.OF_HOROVOD,
     click.option(
         "--warmup-trials", type=AT_LEAST_0, default=2, metavar="K", help="Warm-up steps, which are not counted."
     ),
@@ -157,23 +147,16 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
         "probability P  [default: all, 1]",
     ),
     click.option(
-        "--compute",
-        type=click.Choice(COMPUTE),
-        default=BUSY,
-        help="What a rank does between collectives: multiply matrices (which keeps its core busy) or sleep.",
-    ),
-    click.option(
         "--check/--no-check",
         default=True,
         help="Check every element of every result on every rank, outside the measured time.",
     ),
-    click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the delays."),
     click.option(
         "--json",
         type=PATH,
         callback=output_file,
         metavar="FILE",
-        help="Write all samples and the summary (docs/json.md).",
+        help="Write all samples (docs/json.md).",
     ),
     _PLOT,
     *(options.OPTIONS[name] for name in ("launcher", "hosts", "hostfile", "ppn", "threads", "variables")),
@@ -185,9 +168,7 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
 @with_options(_OPTIONS)
 @with_options(PLAN_OPTIONS)
 @click.pass_context
-def emulate(
-    ctx: click.Context, /, n: int | None, timeout: float | None, plot: Path | None, **wanted: Any
-) -> int | None:
+def emulate(ctx: click.Context, /, n: int | None, plot: Path | None, **wanted: Any) -> int | None:
     """Replay the collectives of a training without its model, on N processes, and measure every one of them.
 
     It replays the collectives of a step, last layer first, as often as the training has steps. They come from --sizes,
@@ -221,14 +202,16 @@ def emulate(
         raise click.MissingParameter(ctx=ctx, param=ctx.command.params[0])
     json_file = wanted["json"]
     _check_plot(plot, json_file)
-    found, status = run.measure(run.prepare(n, **wanted), timeout, _say)
-    analysis = analyse(found) if found.samples else None
+    found, status, failure = run.measure(n, **wanted)
+    if failure is not None:
+        _say(failure)
     if json_file is not None:
-        results.write(json_file, found, analysis)
-    if analysis is None:
+        json_files.write(json_file, found)
+    if not found.samples:
         _say("nothing was measured by all ranks.")
         return status
-    page(analysis).print(None, analysis)
+    analysis = analyse(found)
+    page(found, analysis).print(None, analysis)
     if plot is not None:
         draw(plot, found, analysis)
     return status
@@ -256,7 +239,7 @@ def sizes(output: Path | None, form: str | None, **wanted: Any) -> int:
     """List the collectives of a training step, their sizes and their order: the plan of an emulation.
 
     Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory. With
-    inputs, one backward is run or traced, and gradients keep the order in which they arrive.
+    inputs, one backward of a PyTorch model is run, and gradients keep the order in which they arrive.
 
     \b
     Examples:
@@ -278,17 +261,14 @@ def sizes(output: Path | None, form: str | None, **wanted: Any) -> int:
 
 @click.command()
 @click.argument("file", type=FILE)
-@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
-@click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each size and one for all.")
 @click.option("--json", "form", flag_value="json", help="Print JSON: the analysis.")
 @with_options([_PLOT])
 def show(file: Path, form: str | None, plot: Path | None) -> int:
-    """Print the results of `hvdkit emulate --json FILE` again, or in another form; nothing is run.
+    """Print the results of `hvdkit emulate --json FILE` again, or draw them; nothing is run.
 
     \b
     Examples:
       hvdkit emulate show results.json
-      hvdkit emulate show results.json --markdown >> notes.md
       hvdkit emulate show results.json --plot cdf.svg
 
     Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
@@ -298,5 +278,5 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     analysis = analyse(found)
     if plot is not None:
         draw(plot, found, analysis)
-    page(analysis).print(form, analysis)
+    page(found, analysis).print(form, analysis)
     return 0

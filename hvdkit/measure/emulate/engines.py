@@ -21,34 +21,22 @@ from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkE
 from hvdkit.measure.emulate import check, ring
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
 from hvdkit.measure.emulate.plan import ReplayPlan
-from hvdkit.measure.emulate.results import EmulateAsked
+from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, EmulateAsked
 from hvdkit.steps import bootstrap, device, launchers, starting
 
-ENGINES: dict[str, tuple[str, str, str | None]] = {
-    "horovod": ("horovod", "library", None),
-    "mpi": ("mpi", "library", None),
-    "ring": ("mpi", "ring", None),
-    "torch": ("torch", "library", None),
-    "gloo": ("torch", "library", "gloo"),
-    "nccl": ("torch", "library", "nccl"),
-}
-"""Name that is typed to engine, algorithm and backend."""
+_TORCH_TYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 TYPES = {
-    "horovod": ("float32", "float64", "float16", "int32", "int64"),
-    "mpi": ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"),
-    "ring": ("float32", "float64", "float16", "int8", "uint8", "int16", "uint16", "int32", "int64"),
-    "torch": ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"),
+    HOROVOD: ("float32", "float64", "float16", "int32", "int64"),
+    MPI: ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"),
+    RING: ("float32", "float64", "float16", "int8", "uint8", "int16", "uint16", "int32", "int64"),
+    "torch": _TORCH_TYPES,
+    "gloo": _TORCH_TYPES,
+    "nccl": _TORCH_TYPES,
 }
-"""Types that can be added, by the engine's name: horovod/torch/mpi_ops_v2.cc, MPI 4.1 section 6.9.2, NumPy, Gloo."""
-_MISSING = {
-    "horovod": "run 'hvdkit install'",
-    "mpi": "run \"pip install 'hvdkit[mpi]'\", with the MPI that starts the ranks loaded",
-    "torch": "run \"pip install 'hvdkit[torch]'\"",
-}
-_ONE_BY_ONE = (
-    "Horovod was built for TensorFlow alone, whose tensors are given one by one outside of a graph: nothing was fused, "
-    "as with --fusion off."
-)
+"""Types that an engine can add: horovod/torch/mpi_ops_v2.cc, MPI 4.1 section 6.9.2, NumPy, Gloo."""
+_TORCH = "run \"pip install 'hvdkit[torch]'\""
+_MPI = "run \"pip install 'hvdkit[mpi]'\", with the MPI that starts the ranks loaded"
+_MISSING = {HOROVOD: "run 'hvdkit install' where PyTorch is, or use --engine mpi", MPI: _MPI, RING: _MPI}
 _WAIT_S = 120.0
 
 
@@ -105,20 +93,18 @@ def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
         InvalidArgumentError: a ring of all-to-alls, a type that the engine does not take, or one whose sums over so
             many ranks cannot be checked.
     """
-    if asked.algorithm == "ring" and asked.collective == ALL_TO_ALL:
+    if asked.engine == RING and asked.collective == ALL_TO_ALL:
         raise InvalidArgumentError(
             "An all-to-all over a ring would send every block through all the ranks between; use --engine mpi, or "
             "another --collective."
         )
-    by = "ring" if asked.algorithm == "ring" else asked.engine
-    known = TYPES[by]
+    known = TYPES[asked.engine]
     for one in plan.collectives:
         if one.dtype not in known:
             others = [name for name, types in TYPES.items() if one.dtype in types]
-            does = "cannot add" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "does not carry here"
             raise InvalidArgumentError(
-                f"{one.name!r} is {one.dtype}, which --engine {by} {does}; use --engine {' or '.join(others)}, or one "
-                f"of {', '.join(known)}."
+                f"{one.name!r} is {one.dtype}, which --engine {asked.engine} does not take; use --engine "
+                f"{' or '.join(others)}, or one of {', '.join(known)}."
             )
         check.largest(asked.collective, one.dtype, asked.ranks, check=asked.check)
 
@@ -136,16 +122,18 @@ def connect(asked: EmulateAsked, folder: Path) -> Communicator:
     """
     name = asked.engine
     try:
-        if name == "horovod":
-            found: Communicator = _horovod(asked)
-        elif name == "mpi":
+        if name == HOROVOD:
+            found: Communicator = HorovodCommunicator(asked)
+        elif name in (MPI, RING):
             found = MpiCommunicator(asked)
         else:
             found = TorchCommunicator(asked, folder)
     except MissingFrameworkError:
         raise
     except ImportError as error:
-        raise MissingFrameworkError(f"--engine {name} cannot be used here ({error}); {_MISSING[name]}.") from error
+        raise MissingFrameworkError(
+            f"--engine {name} cannot be used here ({error}); {_MISSING.get(name, _TORCH)}."
+        ) from error
     if found.size != asked.ranks:
         raise LauncherError(
             f"{asked.ranks} ranks were started, and --engine {name} sees {found.size} (process {os.getpid()}): "
@@ -154,41 +142,24 @@ def connect(asked: EmulateAsked, folder: Path) -> Communicator:
     return found
 
 
-# Horovod
-
-
-def _horovod(asked: EmulateAsked) -> Communicator:
-    """Horovod on tensors in main memory: through its PyTorch binding, or TensorFlow's where only that is built."""
-    reasons = []
-    for kind, binding, framework in (
-        (HorovodCommunicator, "horovod.torch", "torch"),
-        (TensorFlowCommunicator, "horovod.tensorflow", "tensorflow"),
-    ):
-        try:
-            hvd, imported = importlib.import_module(binding), importlib.import_module(framework)
-        except Exception as error:  # a binding that was not built, or that does not load
-            reasons.append(str(error).partition("\n")[0])
-            continue
-        return kind(asked, hvd, imported)
-    raise ImportError(f"Horovod cannot be loaded: {'; '.join(reasons)}")
-
-
 class HorovodCommunicator(Communicator):
-    """Horovod, started as a training would. With fusion all tensors of a step are given before the first is waited for.
+    """Horovod on PyTorch's tensors in main memory, started as a training would.
 
-    Each tensor has one name, by which Horovod knows it again in the next trial.
+    With fusion all tensors of a step are given before the first is waited for. Each tensor has one name, by which
+    Horovod knows it again in the next trial.
     """
 
-    def __init__(self, asked: EmulateAsked, hvd: Any, framework: Any) -> None:
-        self.hvd, self.framework = hvd, framework
-        world = starting.start(hvd, os.environ)
+    def __init__(self, asked: EmulateAsked) -> None:
+        self.hvd: Any = importlib.import_module("horovod.torch")
+        self.torch: Any = importlib.import_module("torch")
+        world = starting.start(self.hvd, os.environ)
         self.rank, self.size, self.overlaps = world.rank, world.size, asked.fusion
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:
         hvd, name = self.hvd, f"hvdkit.emulate.{index}"
         given = np.empty(elements, storage(dtype))
-        tensor = self.framework.from_numpy(given)
-        splits = self.framework.tensor(split(elements, self.size), dtype=self.framework.int32)
+        tensor = self.torch.from_numpy(given)
+        splits = self.torch.tensor(split(elements, self.size), dtype=self.torch.int32)
         starts = {
             ALLREDUCE: lambda: hvd.allreduce_async_(tensor, op=hvd.Sum, name=name),
             REDUCE_SCATTER: lambda: hvd.reducescatter_async(tensor, op=hvd.Sum, name=name),
@@ -211,41 +182,6 @@ class HorovodCommunicator(Communicator):
         self.hvd.shutdown()
 
 
-class TensorFlowCommunicator(HorovodCommunicator):
-    """Horovod through TensorFlow's binding, which works eagerly: one tensor after the other."""
-
-    def __init__(self, asked: EmulateAsked, hvd: Any, framework: Any) -> None:
-        super().__init__(asked, hvd, framework)
-        self.overlaps, self.notes = False, (_ONE_BY_ONE,) if asked.fusion else ()
-
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
-        hvd, name = self.hvd, f"hvdkit.emulate.{index}"
-        splits = self.framework.constant(split(elements, self.size), dtype=self.framework.int32)
-        given: list[Any] = []
-
-        def load(values: NDArray[Any]) -> None:
-            given[:] = [self.framework.constant(values)]
-
-        def finish(_: Any) -> Any:
-            if collective == ALLREDUCE:
-                return hvd.allreduce(*given, op=hvd.Sum, name=name)
-            if collective == REDUCE_SCATTER:
-                return hvd.allgather(hvd.reducescatter(*given, op=hvd.Sum, name=name), name=f"{name}.gather")
-            if collective == BROADCAST:
-                return hvd.broadcast(*given, ROOT, name=name)
-            output = hvd.alltoall(*given, splits, name=name)
-            return output[0] if isinstance(output, tuple | list) else output
-
-        return CollectiveOperation(load, lambda: None, finish)
-
-    def barrier(self) -> None:
-        """That binding has none, and nobody leaves an allreduce before all have come."""
-        self.hvd.allreduce(self.framework.constant(0), op=self.hvd.Sum, name="hvdkit.emulate.barrier")
-
-
-# MPI
-
-
 class MpiCommunicator(Communicator):
     """All ranks of MPI_COMM_WORLD, without MPI's locks: one thread of this process uses it."""
 
@@ -254,7 +190,7 @@ class MpiCommunicator(Communicator):
         self.library: Any = importlib.import_module("mpi4py.MPI")
         self.comm = self.library.COMM_WORLD
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.by_ring = asked.algorithm == "ring"
+        self.by_ring = asked.engine == RING
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
         comm, given = self.comm, np.empty(elements, storage(dtype))
@@ -311,9 +247,6 @@ class MpiCommunicator(Communicator):
         self.library.Finalize()
 
 
-# torch.distributed
-
-
 class TorchCommunicator(Communicator):
     """torch.distributed: Gloo on tensors in main memory, NCCL on GPUs. The ranks meet at a file."""
 
@@ -325,7 +258,7 @@ class TorchCommunicator(Communicator):
             raise LauncherError(f"No launcher known here started this rank; known are {', '.join(launchers.KNOWN)}.")
         self.rank, self.size = launched.rank if launched is not None else 0, asked.ranks
         visible = self.torch.cuda.device_count() if self.torch.cuda.is_available() else 0
-        backend = asked.backend or ("nccl" if visible else "gloo")
+        backend = asked.engine if asked.engine != "torch" else "nccl" if visible else "gloo"
         self.place, self.notes = "cuda" if backend == "nccl" else "cpu", (f"torch.distributed used {backend}.",)
         if backend == "nccl":
             if not visible:
@@ -351,15 +284,11 @@ class TorchCommunicator(Communicator):
             return bootstrap.interface_of(probe.getsockname()[0])
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
-        torch, distributed, bfloat16 = self.torch, self.distributed, dtype == "bfloat16"
+        torch, distributed, bfloat16 = self.torch, self.distributed, dtype == "bfloat16"  # which NumPy does not know
 
         def as_tensor(array: NDArray[Any]) -> Any:
             tensor = torch.from_numpy(array.view(np.int16) if bfloat16 else array)
             return (tensor.view(torch.bfloat16) if bfloat16 else tensor).to(self.place)
-
-        def wait() -> None:
-            if self.place == "cuda":
-                torch.cuda.synchronize()
 
         shares = split(elements, self.size)
         received = [shares[self.rank]] * self.size
@@ -371,7 +300,7 @@ class TorchCommunicator(Communicator):
 
         def load(values: NDArray[Any]) -> None:
             given[:elements] = as_tensor(values)
-            wait()
+            self._wait()
 
         def finish(_: Any) -> Any:
             if collective == ALLREDUCE:
@@ -383,7 +312,7 @@ class TorchCommunicator(Communicator):
                 distributed.all_gather_into_tensor(got, own)
             else:
                 distributed.all_to_all_single(got, given, received, shares)
-            wait()
+            self._wait()
             return given if collective in (ALLREDUCE, BROADCAST) else got
 
         def as_array(output: Any) -> NDArray[Any]:
@@ -393,6 +322,10 @@ class TorchCommunicator(Communicator):
             return array if collective == ALL_TO_ALL else array[:elements]
 
         return CollectiveOperation(load, lambda: None, finish, as_array)
+
+    def _wait(self) -> None:
+        if self.place == "cuda":
+            self.torch.cuda.synchronize()
 
     def barrier(self) -> None:
         self.distributed.barrier()

@@ -14,30 +14,20 @@ from msgspec.structs import force_setattr, replace
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
-from hvdkit.common.units import ITEM_SIZES, printable
+from hvdkit.common.units import ITEM_SIZES, count_text, printable
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.measure.model_factory import ask
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"]
-LAYERS, REPLAY = "layers", "replay"
-FRAMEWORKS = ("auto", "torch", "keras", "tensorflow")
 PER = ("parameter", "layer")
 TRIALS = 20
 """Steps when nothing says how many."""
-SOURCES = {
-    "sizes": "--sizes",
-    "begin": "--begin",
-    "model": "--model",
-    "timeline": "--timeline",
-    "plan_file": "--plan",
-}
-"""Where the collectives can come from: the name of the option's value, and the option."""
+SOURCES = {"sizes": "--sizes", "begin": "--begin", "model": "--model", "timeline": "--timeline", "plan_file": "--plan"}
+"""Where the sizes can come from: the name of the option's value, and the option."""
 _BELONGS = {
-    "framework": ("model",),
     "per": ("model",),
     "input_shape": ("model",),
     "dtype": ("sizes", "begin"),
-    "order": ("sizes",),
     "end": ("begin",),
     "factor": ("begin",),
 }
@@ -80,21 +70,16 @@ class ReplayPlan(Document, frozen=True, rename={"nbytes": "bytes"}):
         collectives: of one step, in the order in which they are replayed: as backward produces them, last layer first.
         trials: how many steps.
         source: where the sizes and their order are from, in words.
-        samples, batch_size, epochs, batch_count: how ``trials`` was found; None where it was given as a number.
-            ``batch_count`` is samples / batch_size, rounded up, and ``trials`` is batch_count * epochs.
         nbytes: of one step, which follows from the collectives.
     """
 
     kind = "emulate-plan"
+    schema = 2
     written_by = "hvdkit emulate sizes"
 
     collectives: Annotated[tuple[Collective, ...], msgspec.Meta(min_length=1)]
     trials: Positive = TRIALS
     source: str = ""
-    samples: Positive | None = None
-    batch_size: Positive | None = None
-    epochs: Positive | None = None
-    batch_count: Positive | None = None
     nbytes: Whole = 0
 
     def __post_init__(self) -> None:
@@ -144,15 +129,25 @@ def plan_of(**options: Any) -> ReplayPlan:
         if source == "timeline":
             collectives, words = of_timeline(wanted["timeline"])
         elif source == "model":
-            about = {name: wanted[name] for name in ("framework", "per", "input_shape") if name in wanted}
-            collectives, words = of_model(wanted["model"], **about)
+            collectives, words = of_model(wanted["model"], wanted.get("per", PER[0]), wanted.get("input_shape"))
         else:
             collectives, words = _of_sizes(wanted, source)
         plan = ReplayPlan(collectives, source=words)
     if "gap_ms" in wanted:
         gap_s = wanted["gap_ms"] / 1000
         plan = replace(plan, collectives=tuple(replace(one, gap_s=gap_s) for one in plan.collectives))
-    return _with_trials(plan, wanted)
+    counted = [name for name in ("samples", "batch_size", "epochs") if name in wanted]
+    if not counted:
+        return replace(plan, trials=wanted.get("trials", plan.trials))
+    if "trials" in wanted or "samples" not in wanted or "batch_size" not in wanted:
+        raise InvalidArgumentError(
+            "The trials are --trials, or follow from --samples and --batch-size (and --epochs); give one or the other."
+        )
+    batches, epochs = -(-wanted["samples"] // wanted["batch_size"]), wanted.get("epochs", 1)
+    words = (
+        f"{plan.source}; batch_count {batches} (--samples / --batch-size, rounded up) * {count_text(epochs, 'epoch')}"
+    )
+    return replace(plan, trials=batches * epochs, source=words)  # the last partial batch is a step, too
 
 
 def _source(wanted: Mapping[str, Any]) -> str:
@@ -192,32 +187,11 @@ def _of_sizes(wanted: Mapping[str, Any], source: str) -> tuple[tuple[Collective,
     found = tuple(Collective(name, elements_of(size, dtype, name), dtype) for name, size in named)
     if source == "begin":
         return found, "sizes from the least to the greatest"
-    if wanted.get("order", LAYERS) == LAYERS:
-        return found[::-1], "a list of sizes, layers from the first to the last, replayed from the last to the first"
-    return found, "a list of sizes, in the order of the list"
-
-
-def _with_trials(plan: ReplayPlan, wanted: Mapping[str, Any]) -> ReplayPlan:
-    """The plan with the number of steps that ``--trials``, or ``--samples`` and what belongs to it, ask for."""
-    counted = [name for name in ("samples", "batch_size", "epochs") if name in wanted]
-    if "trials" in wanted:
-        if counted:
-            raise InvalidArgumentError(
-                "--trials is given and --samples, --batch-size or --epochs too, which give the trials; choose one."
-            )
-        return replace(plan, trials=wanted["trials"], samples=None, batch_size=None, epochs=None, batch_count=None)
-    if not counted:
-        return plan
-    if "samples" not in wanted or "batch_size" not in wanted:
-        raise InvalidArgumentError("The trials follow from --samples and --batch-size (and --epochs); give both.")
-    samples, batch_size, epochs = wanted["samples"], wanted["batch_size"], wanted.get("epochs", 1)
-    count = -(-samples // batch_size)  # the last partial batch is a step, as len(DataLoader) counts
-    about = {"samples": samples, "batch_size": batch_size, "epochs": epochs, "batch_count": count}
-    return replace(plan, trials=count * epochs, **about)
+    return found[::-1], "a list of sizes, layers from the first to the last, replayed from the last to the first"
 
 
 def of_model(
-    factory: str, *, framework: str = "auto", per: str = "parameter", input_shape: Sequence[int] | None = None
+    factory: str, per: str = PER[0], input_shape: Sequence[int] | None = None
 ) -> tuple[tuple[Collective, ...], str]:
     """The gradients of a model, in the order in which they are ready, and in words how that order was found.
 
@@ -225,18 +199,14 @@ def of_model(
     user's module does stays there.
 
     Args:
-        factory: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``. FACTORY is called without arguments (a model is taken as it
-            is) and returns a model, or ``(model, inputs)``, or ``(model, inputs, loss)``: inputs is one tensor, a tuple
-            or list of them, or a dict of keyword arguments; loss a function of the model's output.
-        framework: of ``FRAMEWORKS``; "auto" finds out.
-        per: one collective per "parameter", or one per "layer" (the parameters of one module together).
-        input_shape: of one input of float32 zeros, batch first, where FACTORY gives none.
+        factory: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, see ``model_factory.make``.
+        per: of ``PER``: one collective per "parameter", or one per "layer" (the parameters of one module together).
+        input_shape: of an input of zeros, batch first, where FACTORY gives none.
     Raises:
         InvalidArgumentError: FACTORY cannot be found, fails, or gives no model.
         DataError: the process that makes the model ended without an answer.
     """
-    process = "hvdkit.measure.emulate.model_sizes"
-    answer = ask(process, factory, framework=framework, per=per, input_shape=input_shape)
+    answer = ask("hvdkit.measure.emulate.model_sizes", factory, per=per, input_shape=input_shape)
     name = factory.rpartition(":")[2]
     collectives = tuple(Collective(one["name"], one["elements"], one["dtype"]) for one in answer["gradients"])
     return collectives, f"model {name} ({answer['framework']}), per {per}, {answer['order']}"

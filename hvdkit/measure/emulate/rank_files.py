@@ -85,14 +85,13 @@ class Writer:
     Args:
         folder: of the job.
         rank: of this process.
-        overlaps: whether its engine is given all collectives of a step at once; None where there is no engine.
         notes: what a reader of the numbers should know, full sentences.
     """
 
-    def __init__(self, folder: Path, rank: int, overlaps: bool | None = None, notes: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, rank: int, notes: Sequence[str] = ()) -> None:
         self._file = file_of(folder, rank).open("w", encoding="utf-8")
         where = {"machine": machine(), "host": socket.gethostname()}
-        self._say({"hvdkit": _MARK, "rank": rank, **where, "overlaps": overlaps, "notes": list(notes)})
+        self._say({"hvdkit": _MARK, "rank": rank, **where, "notes": list(notes)})
 
     def __enter__(self) -> Writer:
         return self
@@ -121,7 +120,6 @@ class RankRecord:
         rank: which.
         machine: names its clock, see ``machine``.
         host: on which it ran.
-        overlaps: see ``Writer``.
         notes: of the rank, full sentences.
         trials: number to (arrived, done).
         error: why it ended the job, None when it did not; ``exit_code`` and ``wrong`` say more.
@@ -130,7 +128,6 @@ class RankRecord:
     rank: int
     machine: str
     host: str
-    overlaps: bool | None
     notes: list[str]
     trials: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     error: str | None = None
@@ -172,7 +169,6 @@ class Joined:
         samples: of the trials that all ranks have finished.
         trials: how many these are.
         placed: how many ranks each host had; empty where not every rank said.
-        overlapped: whether all collectives of a step were under way at once; None where no rank said.
         notes: full sentences.
         failed: the rank that ended the job with an error, None without one; a wrong result before others.
     """
@@ -180,7 +176,6 @@ class Joined:
     samples: list[Sample] = field(default_factory=list)
     trials: int = 0
     placed: tuple[int, ...] = ()
-    overlapped: bool | None = None
     notes: list[str] = field(default_factory=list)
     failed: RankRecord | None = None
 
@@ -195,30 +190,26 @@ def join(folder: Path, job: ReplayJob) -> Joined:
     Raises:
         DataError: a file in the folder is something else.
     """
-    found = [read(file_of(folder, rank)) for rank in range(job.asked.ranks)]
-    there = [one for one in found if one is not None]
-    joined = Joined(notes=list(dict.fromkeys(note for one in there for note in one.notes)))
-    joined.failed = min(
-        (one for one in there if one.error is not None), key=lambda one: (not one.wrong, one.rank), default=None
-    )
-    said = [one.overlaps for one in there if one.overlaps is not None]
-    joined.overlapped = all(said) if said else None
-    if len(there) < job.asked.ranks:
+    ranks = [record for rank in range(job.asked.ranks) if (record := read(file_of(folder, rank))) is not None]
+    joined = Joined(notes=list(dict.fromkeys(note for record in ranks for note in record.notes)))
+    failed = [record for record in ranks if record.error is not None]
+    joined.failed = min(failed, key=lambda record: (not record.wrong, record.rank), default=None)
+    if len(ranks) < job.asked.ranks:
         return joined
-    joined.placed = tuple(Counter((one.machine, one.host) for one in there).values())
-    one_clock = len({one.machine for one in there}) == 1
+    joined.placed = tuple(Counter((record.machine, record.host) for record in ranks).values())
+    one_clock = len({record.machine for record in ranks}) == 1
     if not one_clock:
         how = "transfer is the shortest of the ranks' own times, that of the last one, and skew the rest of the delay"
         if job.asked.collective == BROADCAST:
             how = "the whole delay of a broadcast counts as transfer"
         joined.notes.append(f"The clocks of several machines are not compared: {how}.")
-    common = set.intersection(*(set(one.trials) for one in there))
+    common = set.intersection(*(set(record.trials) for record in ranks))
     joined.trials = len(common)
     for trial in sorted(common):
         for index, collective in enumerate(job.plan.collectives):
-            times = [[times[index] for times in one.trials[trial]] for one in there]
-            arrivals, ends = zip(*times, strict=True)
-            own = [round(done - arrived, _DIGITS) for arrived, done in times]
+            arrivals = [record.trials[trial][0][index] for record in ranks]
+            ends = [record.trials[trial][1][index] for record in ranks]
+            own = [round(end - arrival, _DIGITS) for arrival, end in zip(arrivals, ends, strict=True)]
             if one_clock:
                 skew, transfer = max(arrivals) - min(arrivals), max(0.0, max(ends) - max(arrivals))
             else:

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
-from hvdkit.measure.bench.subject import Environment, HowLaunched
+from hvdkit.measure.bench.subject import Environment
+from hvdkit.measure.emulate.check import ALLREDUCE
 from hvdkit.measure.emulate.plan import ReplayPlan
 
-BUSY, SLEEP = COMPUTE = ("busy", "sleep")
+HOROVOD, MPI, RING = "horovod", "mpi", "ring"
+ENGINES = (HOROVOD, MPI, RING, "torch", "gloo", "nccl")
 
 
 class Delay(Part, frozen=True):
@@ -35,48 +37,30 @@ class EmulateAsked(Part, frozen=True):
     """What was to be measured; no names of hosts.
 
     Attributes:
-        engine: "horovod", "mpi" or "torch".
-        collective: one of ``check.COLLECTIVES``.
-        algorithm: "library", or "ring" for hvdkit's own over MPI messages.
+        engine: one of ``ENGINES``.
         ranks: how many.
         hosts: on how many the ranks ran.
+        collective: one of ``check.COLLECTIVES``.
         check: every element of every result was compared with what it must be.
         ppn: ranks on each host; None where hosts had different numbers.
-        backend: of engine "torch", as it was asked for; None for what there is.
         fusion: Horovod was given all tensors of a step before the first was waited for.
         warmup_trials: steps that were not kept.
         straggler_s: seconds by which a rank came late, by rank.
         delay: random delays.
-        seed: of the random delays.
-        compute: what ranks did in gaps, "busy" or "sleep".
-        settings: variables of Horovod that were set.
+        settings: variables of Horovod that were given with --env.
     """
 
     engine: str
-    collective: str
-    algorithm: str
     ranks: Positive
     hosts: Positive
-    check: bool
+    collective: str = ALLREDUCE
+    check: bool = True
     ppn: Positive | None = None
-    backend: str | None = None
     fusion: bool = False
     warmup_trials: Whole = 0
     straggler_s: dict[int, Seconds] = msgspec.field(default_factory=dict)
     delay: Delay | None = None
-    seed: Whole = 0
-    compute: str = BUSY
     settings: dict[str, str] = msgspec.field(default_factory=dict)
-
-
-class WithLaunch(Environment, frozen=True):
-    """Where it was measured.
-
-    Attributes:
-        launch: how the ranks were launched.
-    """
-
-    launch: HowLaunched
 
 
 class Sample(Part, frozen=True, rename={"nbytes": "size"}):
@@ -103,7 +87,7 @@ class Sample(Part, frozen=True, rename={"nbytes": "size"}):
     ranks_s: tuple[Seconds, ...]
 
 
-class EmulateResults(Document, frozen=True, kw_only=True):
+class EmulateResults(Document, frozen=True):
     """Every collective of every trial.
 
     Attributes:
@@ -112,18 +96,16 @@ class EmulateResults(Document, frozen=True, kw_only=True):
         notes: what a reader of the numbers should know, full sentences.
         plan: what was replayed, as "emulate-plan" without its head.
         samples: in the order of trials and of the plan.
-        summary: what follows from them, as "emulate-summary" without its head; None where nothing was measured. Nobody
-            reads it.
     """
 
     kind = "emulate-results"
+    schema = 2
     written_by = "hvdkit emulate"
 
     asked: EmulateAsked
-    environment: WithLaunch
+    environment: Environment
     notes: list[str]
     plan: ReplayPlan
-    summary: Any
     samples: list[Sample]
 
     def __post_init__(self) -> None:
@@ -141,7 +123,7 @@ class EmulateResults(Document, frozen=True, kw_only=True):
 
     def column(self, name: str) -> NDArray[Any]:
         """A field of every sample, in their order."""
-        return np.array([getattr(one, name) for one in self.samples])
+        return np.array([getattr(sample, name) for sample in self.samples])
 
 
 def load(path: Path) -> EmulateResults:
@@ -151,22 +133,3 @@ def load(path: Path) -> EmulateResults:
         DataError: it cannot be read, is something else, or holds what cannot be.
     """
     return json_files.read(path, EmulateResults)
-
-
-def write(path: Path, results: EmulateResults, summary: Document | None = None) -> None:
-    """Write the file, with a line for each sample; an older one stays whole until the new one is complete.
-
-    Args:
-        path: the file.
-        results: what was measured.
-        summary: what follows from it (``analysis.analyse(results)``), None where nothing was measured.
-    Raises:
-        DataError, InvalidArgumentError: it cannot be written.
-    """
-
-    def in_lines(file: EmulateResults) -> str:
-        text = json_files.encode(msgspec.structs.replace(file, samples=[]), indent=1)
-        lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in file.samples)
-        return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
-
-    json_files.write(path, msgspec.structs.replace(results, summary=summary), in_lines)

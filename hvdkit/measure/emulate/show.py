@@ -1,4 +1,4 @@
-"""What was found: one table with its sentences, a line of CSV for each size, and the plot of the distribution."""
+"""What was found: one table with its sentences, and the plot of the distribution."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.common import plot, table
+from hvdkit.common import plot
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, interval_text, ranks_text, share_text, shortened
-from hvdkit.measure.emulate.analysis import RULE, EmulateSummary, TimesRow
+from hvdkit.measure.emulate.analysis import EmulateSummary
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 
@@ -20,18 +20,19 @@ CURVES = 6
 _LISTED = 10
 _NAME = 40
 _DIGITS = 4
-_ESTIMATES = ("p50_s", "transfer_s", "algbw_bytes_per_s", "busbw_bytes_per_s")
 
 
-def page(analysis: EmulateSummary) -> Page:
-    """The table and the notes; CSV has a line for each size, then one for all, in seconds and bytes per second."""
-    asked = analysis.asked
-    by = f" by {asked.algorithm}" if asked.algorithm != "library" else ""
+def page(results: EmulateResults, analysis: EmulateSummary) -> Page:
+    """The table and the notes."""
+    asked, longest = analysis.asked, analysis.longest
     rows = [(str(row.nbytes), row) for row in analysis.rows] + [("all", analysis.overall)]
+    note = "skew and transfer are medians in ms, the bandwidth that of the transfer"
     if analysis.step is not None:
         rows.append(("step", analysis.step))
-    found = Table(
-        f"{asked.collective}{by}, engine {asked.engine}, {ranks_text(asked.ranks)}, {analysis.trials} trials: delay of "
+        overlaps = "the longest of its collectives' delays, which overlap"
+        note += f"; a step is {overlaps if asked.fusion else 'the sum of its delays'}"
+    times = Table(
+        f"{asked.collective}, engine {asked.engine}, {ranks_text(asked.ranks)}, {analysis.trials} trials: delay of "
         "the slowest rank in ms, with the median's 95% interval",
         ("bytes", "samples", "p50", "p90", "p99", "p99.9", "max", "skew", "transfer", "algbw GB/s", "busbw GB/s"),
         [
@@ -45,26 +46,21 @@ def page(analysis: EmulateSummary) -> Page:
             ]
             for name, row in rows
         ],
-        note="skew and transfer are medians in ms, the bandwidth that of the transfer"
-        + ("." if analysis.step is None else f"; a step is {analysis.step_is}."),
+        note=f"{note}.",
     )
-    parts: list[Table | str] = [found]
+    parts: list[Table | str] = [times]
     if len(analysis.ranks) > 1:
-        slowest = max(analysis.ranks, key=lambda one: one.slowest)
-        latest = max(analysis.ranks, key=lambda one: one.latest)
-        parts.append(
+        slowest = max(analysis.ranks, key=lambda row: row.slowest)
+        latest = max(analysis.ranks, key=lambda row: row.latest)
+        name = shortened(results.plan.collectives[longest.index].name, _NAME)
+        parts += [
             f"Rank {slowest.rank} takes longest most often ({share_text(slowest.slowest)}), rank {latest.rank} comes "
-            f"last most often ({share_text(latest.latest)})."
-        )
-    if analysis.outliers:
-        longest = analysis.outliers[0]
-        more = "" if longest.times_median is None else f", {longest.times_median:.3g} times the median"
-        late = "" if longest.latest_rank is None else f"; rank {longest.latest_rank} came late"
-        parts.append(
-            f"Outliers: {len(analysis.outliers)} ({RULE}). The longest is {shortened(longest.name, _NAME)} in trial "
-            f"{longest.trial}: {_ms(longest.slowest_s)} ms{more}, longest on rank {longest.slowest_rank}{late}."
-        )
-    return Page(parts, analysis.notes, [_csv_row(row) for row in (*analysis.rows, analysis.overall)])
+            f"last most often ({share_text(latest.latest)}).",
+            f"The longest is {name} in trial {longest.trial}: {_ms(longest.slowest_s)} ms, longest on rank "
+            f"{longest.slowest_rank}; rank {int(np.argmin(longest.ranks_s))} came last, {_ms(longest.skew_s)} ms after "
+            "the first.",
+        ]
+    return Page(parts, analysis.notes)
 
 
 def plan_page(plan: ReplayPlan) -> Page:
@@ -76,29 +72,14 @@ def plan_page(plan: ReplayPlan) -> Page:
         for number, one in enumerate(plan.collectives, start=1)
     ]
     names = ("order", "name", "dtype", "elements", "bytes", *(("gap ms",) if gaps else ()))
-    trials = f"{plan.trials} {'trial (step)' if plan.trials == 1 else 'trials (steps)'}"
-    if plan.batch_count is not None:
-        trials = (
-            f"batch_count {plan.batch_count} ({plan.samples} samples / {plan.batch_size} per step, rounded up), trials "
-            f"{plan.trials} (batch_count * {count_text(plan.epochs or 1, 'epoch')})"
-        )
     said = [
         f"From {plan.source}.",
-        f"{count_text(len(rows), 'collective')}, {plan.nbytes} bytes per step; {trials}.",
+        f"{count_text(len(rows), 'collective')}, {plan.nbytes} bytes per step; {count_text(plan.trials, 'trial')}.",
     ]
     if len(rows) <= _LISTED:
         sizes = [one.nbytes for one in plan.collectives][::-1]
         said.append(f"Bytes, in the reverse order (first layer first): {sizes}")
-    title = "Collectives of a step, in the order of their replay"
-    return Page([Table(title, names, rows, left=("name", "dtype")), *said])
-
-
-def _csv_row(row: TimesRow) -> dict[str, object]:
-    cells: dict[str, object] = {}
-    for name, field in zip(row.__struct_encode_fields__, row.__struct_fields__, strict=True):
-        value = getattr(row, field)
-        cells |= table.ends(name, value) if field in _ESTIMATES else {name: value}
-    return cells
+    return Page([Table("Collectives of a step, in the order of their replay", names, rows, ("name", "dtype")), *said])
 
 
 def _ms(seconds: Estimate | float | None) -> str | None:
@@ -133,7 +114,7 @@ def draw(path: Path, results: EmulateResults, analysis: EmulateSummary) -> None:
         axes.set(ylim=(0, 1.02), xlabel="delay of the slowest rank (ms)")
         axes.set_ylabel("share of collectives that took at most so long")
         asked = analysis.asked
-        title = f"{asked.collective}, engine {asked.engine}, {ranks_text(asked.ranks)}, {len(delays)} collectives"
+        title = f"{asked.collective}, engine {asked.engine}, {ranks_text(asked.ranks)}, {len(delays)} delays"
         axes.set_title(title, fontsize=10)
         axes.grid(visible=True, which="both", alpha=0.25)
         axes.legend(fontsize=8)

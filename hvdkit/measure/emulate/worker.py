@@ -19,7 +19,6 @@ from hvdkit.measure.emulate import engines, rank_files
 from hvdkit.measure.emulate.check import Values
 from hvdkit.measure.emulate.engines import Communicator
 from hvdkit.measure.emulate.rank_files import ReplayJob, Writer
-from hvdkit.measure.emulate.results import BUSY
 from hvdkit.steps import launchers
 
 Keep = Callable[[int, list[float], list[float]], None]
@@ -46,7 +45,7 @@ def main(folder: Path) -> int:
             with Writer(folder, launched.rank if launched else 0) as writer:
                 writer.error(str(error), error.exit_code, wrong=False)
         return 1
-    with Writer(folder, engine.rank, engine.overlaps, engine.notes) as writer:
+    with Writer(folder, engine.rank, engine.notes) as writer:
         try:
             replay(job, engine, writer.trial)
             engine.barrier()
@@ -85,7 +84,7 @@ def replay(job: ReplayJob, engine: Communicator, keep: Keep) -> None:
         ) from error
     always = asked.straggler_s.get(engine.rank, 0.0)
     delay = asked.delay if asked.delay is not None and asked.delay.rank in (None, engine.rank) else None
-    rng = np.random.default_rng([asked.seed, engine.rank])
+    rng = np.random.default_rng([0, engine.rank])
     for trial in range(-asked.warmup_trials, job.plan.trials):
         number = trial + asked.warmup_trials
         for operation, own in zip(operations, values, strict=True):
@@ -97,7 +96,7 @@ def replay(job: ReplayJob, engine: Communicator, keep: Keep) -> None:
             if delay is not None and rng.random() < delay.probability:
                 late_s += float(rng.exponential(delay.mean_s))
             if one.gap_s > 0:
-                _compute(one.gap_s, busy=asked.compute == BUSY)
+                _compute(one.gap_s)
             if late_s > 0:
                 time.sleep(late_s)
             arrived.append(time.monotonic())
@@ -124,12 +123,10 @@ def replay(job: ReplayJob, engine: Communicator, keep: Keep) -> None:
             keep(trial, arrived, done)
 
 
-def _compute(seconds: float, *, busy: bool) -> None:
-    """Multiply matrices for so long, which keeps a core busy, or sleep."""
+def _compute(seconds: float) -> None:
+    """Multiply matrices for so long, which keeps a core busy."""
     end = time.monotonic() + seconds
     work = np.full((_BUSY_SIZE, _BUSY_SIZE), 1 / _BUSY_SIZE, np.float32)
-    if not busy:
-        time.sleep(seconds)
     while time.monotonic() < end:
         work = work @ work
 

@@ -13,20 +13,7 @@ SUBCOMMANDS = {
 }
 
 
-class _Plan(group_of(SUBCOMMANDS)):  # type: ignore[misc]
-    """The group; ``hvdkit plan`` itself had the options of ``steps`` once."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words of a command line."""
-        if args and args[0] not in SUBCOMMANDS and args[0].startswith("-") and args[0] not in ctx.help_option_names:
-            raise click.UsageError(
-                f"the options of '{ctx.command_path}' are those of '{ctx.command_path} steps' now", ctx
-            )
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
-
-
-@click.group(cls=_Plan)
+@click.group(cls=group_of(SUBCOMMANDS))
 def plan() -> None:
     """Show what a training will do, need and take; nothing is started.
 

@@ -1,19 +1,15 @@
 """Seconds per message and per byte from measured times: robust, never negative, with resamples.
 
-The time of one allreduce is linear in what is looked for::
-
-    overhead + alpha * messages + G(moved) + gamma * reduced
-
-G is a line through 0 with slope beta, or, where the measurements clearly ask for it, has up to three such pieces, of
-which the later ones may begin with a step upwards: buffers, protocols and rate limits that let a burst pass change the
-cost of a byte with the size, or cost a time once. (That the parameters depend on the size is the idea of parameterised
-LogP: Kielmann, Bal, Verstoep, IPDPS workshops 2000, LNCS 1800.)
+The time of one allreduce is linear in what is looked for (see ``link``). G has several pieces only where the
+measurements clearly ask for it: buffers, protocols and rate limits that let a burst pass change the cost of a byte with
+the size, or cost a time once. (That the parameters depend on the size is the idea of parameterised LogP: Kielmann, Bal,
+Verstoep, IPDPS workshops 2000, LNCS 1800.)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,25 +17,15 @@ from numpy.typing import NDArray
 
 from hvdkit.common.intervals import resampled_medians
 from hvdkit.errors import of_extra
-from hvdkit.measure.plan.link import (
-    ALPHA,
-    DRAWS,
-    GAMMA,
-    OVERHEAD,
-    Link,
-    Misfit,
-    Terms,
-    features,
-    slopes,
-    steps,
-)
+from hvdkit.measure.plan import link
+from hvdkit.measure.plan.link import ALPHA, DRAWS, OVERHEAD, Link, Misfit, features, slopes, steps
 from hvdkit.observe.lateness import Floats
 
 _ROUNDS = 12
 _NOISE = 0.005
 """Relative error that is not worth a parameter."""
 _CLEARLY = 6.0
-"""What the Bayesian information criterion must gain before one more piece, a step or another algorithm is believed."""
+"""What the Bayesian information criterion must gain before one more piece or a step is believed."""
 _TOLD_APART = 0.05
 """Share of a column that must be its own before its coefficient is looked for."""
 _KNOTS = 8
@@ -50,22 +36,18 @@ class Cell:
     """All measurements of one size on one number of ranks.
 
     Attributes:
-        ranks, ppn: how many, in all and per host.
+        ranks: how many.
         nbytes: of each rank's vector.
-        ring: it is known to be a ring; else a library's own choice.
         seconds: of each repeat, > 0.
     """
 
     ranks: int
-    ppn: int
     nbytes: int
-    ring: bool
     seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    algorithm: str
     knots: tuple[float, ...]
     extras: int
     matrix: Floats
@@ -74,18 +56,11 @@ class _Candidate:
     score: float
 
 
-def fit(
-    cells: Sequence[Cell],
-    algorithms: Sequence[str],
-    terms: Callable[[Cell, str], Terms],
-    rng: np.random.Generator,
-) -> Link:
+def fit(cells: Sequence[Cell], rng: np.random.Generator) -> Link:
     """Fit the cells.
 
     Args:
         cells: two or more sizes.
-        algorithms: what a library's choice may be, the likeliest first.
-        terms: of a cell by an algorithm.
         rng: draws the resamples.
     Raises:
         MissingFrameworkError: SciPy is not installed.
@@ -94,49 +69,37 @@ def fit(
         resamples: Davison, Hinkley, Bootstrap Methods and their Application (1997), sections 6.2 and 6.3.
     """
     medians = np.array([np.median(cell.seconds) for cell in cells])
-    found = [_of_one(cells, medians, algorithm, terms) for algorithm in algorithms]
-    best = found[0]
-    for other in found[1:]:
-        if other.score < best.score - _CLEARLY:
-            best = other
-    rivals = tuple(one.algorithm for one in found if one is not best and one.score < best.score + _CLEARLY)
+    moved = np.array([link.moved(cell.nbytes, cell.ranks) for cell in cells])
+    best: _Candidate | None = None
+    for knots, stepped in _pieces(moved):
+        matrix = np.array([features(cell.nbytes, cell.ranks, knots) for cell in cells])
+        told = _told(matrix / medians[:, None], knots, stepped)
+        coefficients = np.zeros(matrix.shape[1])
+        coefficients[told] = solve(matrix[:, told] / medians[:, None])
+        errors = matrix @ coefficients / medians - 1
+        scale = _scale(errors)
+        loss = float(np.mean(2 * scale**2 * (np.sqrt(1 + (errors / scale) ** 2) - 1)))
+        extras = len(knots) - 1 + int(stepped)
+        parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
+        score = float(len(cells) * np.log(loss + _NOISE**2) + parameters * np.log(len(cells)))
+        if best is None or score < best.score - _CLEARLY * (extras - best.extras):
+            best = _Candidate(knots, extras, matrix, told, coefficients, score)
+    if best is None:
+        raise ValueError("there is nothing to fit")
     drawn = np.column_stack([resampled_medians(cell.seconds, rng, DRAWS) for cell in cells])
-    draws = np.array([_resampled(one, best, rng) for one in drawn])
+    draws = np.array([_resampled(draw, best, rng) for draw in drawn])
     residuals = medians / (best.matrix @ best.best) - 1
     freedom = max(1, len(cells) - int(best.told.sum()))
     spread = np.log1p(np.clip(residuals, -0.9, None)) * np.sqrt(len(cells) / freedom)
-    moved = np.log([terms(cell, best.algorithm).moved for cell in cells])
     luck = rng.permutation((np.arange(DRAWS) + 0.5) / DRAWS)
     return Link(
-        algorithm=best.algorithm,
         knots=best.knots,
         best=best.best,
         draws=draws,
-        misfit=Misfit(moved, spread, luck),
+        misfit=Misfit(np.log(moved), spread, luck),
         told=tuple(map(bool, best.told)),
         residuals=tuple(map(float, residuals)),
-        rivals=rivals,
     )
-
-
-def _of_one(cells: Sequence[Cell], medians: Floats, algorithm: str, terms: Callable[[Cell, str], Terms]) -> _Candidate:
-    counted = [terms(cell, algorithm) for cell in cells]
-    moved = np.array([one.moved for one in counted])
-    best: _Candidate | None = None
-    for knots, stepped in _pieces(moved):
-        matrix = np.array([features(one, knots) for one in counted])
-        told = _told(matrix / medians[:, None], knots, stepped)
-        whole = np.zeros(matrix.shape[1])
-        whole[told] = solve(matrix[:, told] / medians[:, None])
-        errors = matrix @ whole / medians - 1
-        extras = len(knots) - 1 + int(stepped)
-        parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
-        score = float(len(cells) * np.log(_loss(errors) + _NOISE**2) + parameters * np.log(len(cells)))
-        if best is None or score < best.score - _CLEARLY * (extras - best.extras):
-            best = _Candidate(algorithm, knots, extras, matrix, told, whole, score)
-    if best is None:
-        raise ValueError("there is nothing to fit")
-    return best
 
 
 def _pieces(moved: Floats) -> Iterator[tuple[tuple[float, ...], bool]]:
@@ -150,16 +113,16 @@ def _pieces(moved: Floats) -> Iterator[tuple[tuple[float, ...], bool]]:
         for chosen in itertools.combinations(inside, count):
             edges = (0.0, *map(float, chosen), np.inf)
             held = [moved[(moved > low) & (moved <= high)] for low, high in itertools.pairwise(edges)]
-            if all(len(one) >= 3 and len(np.unique(one)) >= 2 for one in held):
+            if all(len(piece) >= 3 and len(np.unique(piece)) >= 2 for piece in held):
                 yield edges[:-1], False
                 yield edges[:-1], True
 
 
 def _told(relative: Floats, knots: tuple[float, ...], stepped: bool) -> NDArray[np.bool_]:
-    """Which columns the measurements tell apart: slopes and steps first, then alpha, then the overhead, then gamma."""
+    """Which columns the measurements tell apart: slopes and steps first, then alpha, then the overhead."""
     columns = range(relative.shape[1])
     told = np.zeros(len(columns), dtype=bool)
-    for column in (*columns[slopes(knots)], *(columns[steps(knots)] if stepped else ()), ALPHA, OVERHEAD, GAMMA):
+    for column in (*columns[slopes(knots)], *(columns[steps(knots)] if stepped else ()), ALPHA, OVERHEAD):
         wanted = relative[:, column]
         size = float(np.linalg.norm(wanted))
         if size == 0 or int(told.sum()) >= len(relative):
@@ -175,11 +138,6 @@ def _scale(errors: Floats) -> float:
     ordered = np.sort(np.abs(errors))
     median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2  # np.median takes ten times as long
     return max(4 * _NOISE, 1.4826 * float(median))
-
-
-def _loss(errors: Floats) -> float:
-    scale = _scale(errors)
-    return float(np.mean(2 * scale**2 * (np.sqrt(1 + (errors / scale) ** 2) - 1)))
 
 
 def solve(relative: Floats, rounds: int = _ROUNDS) -> Floats:

@@ -1,8 +1,7 @@
 """``python -m hvdkit.measure.plan.live_model QUESTION REPLY``: makes a model and measures what it needs in memory.
 
-QUESTION is JSON (see ``memory``), REPLY the file to write; frameworks are imported in this process only. PyTorch's
-steps are followed operation by operation at two batch sizes; of a Keras model the variables and the shapes of its
-layers' outputs are counted.
+QUESTION is JSON (see ``memory``), REPLY the file to write; PyTorch is imported in this process only. Its steps are
+followed operation by operation at two batch sizes.
 """
 
 from __future__ import annotations
@@ -10,39 +9,65 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from hvdkit.common.units import ITEM_SIZES, count_text
+from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory import Made, framework_of, make, reply, torch_forward, torch_loss, user_code
-from hvdkit.measure.plan.memory import STATES
+from hvdkit.measure.model_factory import Made, framework_of, make, reply, torch_loss, user_code
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The measured terms, and with ``question["measure"]`` what the allocator really held.
+    """The terms at ``question["batch"]`` samples, from steps at two smaller batch sizes.
 
+    Inputs whose first length is that of the first input are repeated or cut to a batch size; others stay as they are.
+    Every operation's live bytes are taken as linear in the batch, so that the peak may move to another operation.
+
+    Returns:
+        The terms, in bytes, and with ``question["measure"]`` what the allocator really held.
     Raises:
-        InvalidArgumentError: the factory fails, or its model cannot be measured.
+        InvalidArgumentError: the factory fails, or its model cannot be run at these batch sizes.
     """
-    asked = question["module"], question["factory"], question["input_shape"]
-    real = make(*asked) if question["measure"] else None
+    factory = question["module"], question["factory"], question["input_shape"]
+    real = make(*factory) if question["measure"] else None
     on_meta = question["device"] == "meta" and importlib.util.find_spec("torch") is not None
     with importlib.import_module("torch").device("meta") if on_meta else nullcontext():
-        made = make(*asked)  # so that a model for "meta" never takes the memory of its weights
-    framework = framework_of(made.model, question["framework"])
-    if framework == "tensorflow":
-        raise InvalidArgumentError("it gave a tf.Module, whose layers are not known; expected a torch or Keras model.")
-    found = {"framework": framework, **(of_torch if framework == "torch" else of_keras)(made, question)}
-    if real is not None:
-        if framework != "torch":
-            raise InvalidArgumentError("--measure counts PyTorch's allocations; leave it out for a Keras model.")
-        found["measured_peak"] = peak_of_allocator(real, question)
-    return found
+        made = make(*factory)  # so that a model for "meta" never takes the memory of its weights
+    if framework_of(made.model) != "torch":
+        raise InvalidArgumentError(
+            "it gave a Keras model, whose steps cannot be followed; give --parameters (model.count_params())."
+        )
+    if made.inputs is None:
+        raise InvalidArgumentError(
+            "the model's activations depend on its inputs; give --input-shape, or return (model, inputs)."
+        )
+    if question["device"] == "meta":
+        from torch.utils._pytree import tree_map
+
+        inputs = tree_map(lambda leaf: leaf.to("meta") if _is_tensor(leaf) else leaf, made.inputs)
+        made = Made(_copy(made.model).to("meta"), inputs, made.loss)
+    wanted: int = question["batch"]
+    first, second = max(2, wanted // 4), max(3, wanted // 2)  # BatchNorm needs two
+    (before, fewer), (after, more) = (_course(made, batch, question) for batch in (first, second))
+    same = len(before) == len(after)
+    if not same:
+        before, after = [max(before)], [max(after)]
+
+    def line(at_first: float, at_second: float) -> int:
+        """The value at the wanted batch of the line through those at two batches."""
+        return round(at_first + (at_second - at_first) * (wanted - first) / (second - first))
+
+    found = {
+        **more,
+        "batches": [first, second],
+        "same_operations": same,
+        "activations": line(fewer["activations"], more["activations"]),
+        "peak": max(line(a, b) for a, b in zip(before, after, strict=True)),
+    }
+    return found if real is None else {**found, "measured_peak": peak_of_allocator(real, question)}
 
 
 def _optimizer(name: str, parameters: Any) -> Any:
@@ -98,33 +123,6 @@ class _Live:
         self.bytes -= size
 
 
-def of_torch(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
-    """The terms at ``question["batch"]`` samples, from steps at two smaller batch sizes.
-
-    Inputs whose first length is that of the first input are repeated or cut to a batch size; others stay as they are.
-
-    Every operation's live bytes are taken as linear in the batch, so that the peak may move to another operation.
-
-    Raises:
-        InvalidArgumentError: the model cannot be run at these batch sizes.
-    """
-    first, second = max(2, question["batch"] // 4), max(3, question["batch"] // 2)  # BatchNorm needs two
-    if question["device"] == "meta":
-        made = _on_meta(made)
-    courses = [_course(made, batch, question) for batch in (first, second)]
-    wanted = question["batch"]
-    lives, terms = zip(*courses, strict=True)
-    same = len(lives[0]) == len(lives[1])
-    alike = lives if same else [[max(live)] for live in lives]
-    return {
-        **terms[1],
-        "batches": [first, second],
-        "same_operations": same,
-        "activations": _line(terms[0]["activations"], terms[1]["activations"], first, second, wanted),
-        "peak": max(_line(a, b, first, second, wanted) for a, b in zip(*alike, strict=True)),
-    }
-
-
 def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
     """The largest number of bytes that PyTorch's CPU allocator held in real steps at ``question["batch"]`` samples.
 
@@ -137,7 +135,7 @@ def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
 
     inputs = _inputs(made, question["batch"])
     with (
-        _failures_told(made, question["batch"], "cpu"),
+        _failures_told(question["batch"], "cpu"),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
     ):
         model = _copy(made.model)
@@ -163,7 +161,7 @@ def _course(made: Made, batch: int, question: Mapping[str, Any]) -> tuple[list[i
     live.add(own)
     live.add(inputs)
     fused = _fused_attention() if question["device"] == "meta" else nullcontext()
-    with _failures_told(made, batch, question["device"]), fused, live.following():
+    with _failures_told(batch, question["device"]), fused, live.following():
         _step(made, model, optimizer, inputs)
         live.course.clear()
         with _saved_for_backward(own) as saved:
@@ -206,20 +204,19 @@ def _fused_attention() -> Iterator[None]:
         functions.scaled_dot_product_attention = attention
 
 
-def _failures_told(made: Made, batch: int, device: str) -> AbstractContextManager[None]:
+def _failures_told(batch: int, device: str) -> AbstractContextManager[None]:
     """What the model raises, as one sentence."""
-    other = " --input-shape makes float32 zeros: return (model, inputs) for others." if made.inputs is None else ""
     return user_code(
         f"a step with {count_text(batch, 'sample')} on {device}",
         "a model, and a loss function where there is one, that take any batch size (and --device cpu where an "
-        f"operation needs values).{other}",
+        "operation needs values).",
     )
 
 
 def _step(made: Made, model: Any, optimizer: Any, inputs: Any) -> None:
     optimizer.zero_grad()
     called = Made(model, inputs, made.loss)
-    torch_loss(called, torch_forward(called)).backward()
+    torch_loss(called, called.called()).backward()
     optimizer.step()
 
 
@@ -242,19 +239,11 @@ def _saved_for_backward(own: list[Any]) -> Iterator[dict[int, int]]:
 
 
 def _inputs(made: Made, batch: int) -> Any:
-    """The model's inputs at this batch size: its own, repeated or cut, else zeros of ``--input-shape``."""
+    """The model's inputs at this batch size: its own, repeated or cut."""
     import torch
     from torch.utils._pytree import tree_map
 
-    if made.inputs is None:
-        if made.input_shape is None:
-            raise InvalidArgumentError(
-                "the model's activations depend on its inputs; give --input-shape, or return (model, inputs)."
-            )
-        where = next((one.device for one in made.model.parameters()), torch.device("cpu"))
-        return torch.zeros((batch, *made.input_shape[1:]), device=where)
-
-    tensors = [one for one in _tensors(made.inputs) if one.dim() > 0]
+    tensors = [tensor for tensor in _tensors(made.inputs) if tensor.dim() > 0]
     given = len(tensors[0]) if tensors else 0
 
     def resized(value: Any) -> Any:
@@ -267,14 +256,6 @@ def _inputs(made: Made, batch: int) -> Any:
         return found.requires_grad_(value.requires_grad)
 
     return tree_map(resized, made.inputs)
-
-
-def _on_meta(made: Made) -> Made:
-    from torch.utils._pytree import tree_map
-
-    model = _copy(made.model).to("meta")
-    inputs = tree_map(lambda one: one.to("meta") if _is_tensor(one) else one, made.inputs)
-    return Made(model, inputs, made.loss, made.input_shape)
 
 
 def _copy(model: Any) -> Any:
@@ -297,72 +278,6 @@ def _bytes(tensors: list[Any]) -> int:
     """Of their storages, each counted once."""
     storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
     return sum(one.nbytes() for one in storages.values())
-
-
-def _line(at_first: int, at_second: int, first: int, second: int, wanted: int) -> int:
-    """The value at ``wanted`` of the line through two points."""
-    return round(at_first + (at_second - at_first) * (wanted - first) / (second - first))
-
-
-_VIEWS = ("InputLayer", "Flatten", "Reshape")
-"""Layers of Keras whose output is their input."""
-
-
-def of_keras(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
-    """The terms at ``question["batch"]`` samples; activations are the outputs of the layers, an estimate.
-
-    Raises:
-        InvalidArgumentError: the model is not built, so that its shapes are not known.
-    """
-    if not made.model.built and made.input_shape is not None:
-        made.model.build((None, *made.input_shape[1:]))
-    if not made.model.built:
-        raise InvalidArgumentError(
-            "the model is not built, so that its shapes are not known; give it an Input layer, or --input-shape."
-        )
-    gradients = _bytes_of_variables(made.model.trainable_variables)
-    numbers = sum(math.prod(variable.shape) for variable in made.model.trainable_variables)
-    return {
-        "parameters": _bytes_of_variables(made.model.variables),
-        "gradients": gradients,
-        "states": gradients * STATES[question["optimizer"]],
-        "activations": sum(times * _outputs(layer, question["batch"]) for layer, times in _layers(made.model)),
-        "gradient_size": gradients / numbers if numbers else 4.0,
-        "peak": None,
-    }
-
-
-def _bytes_of_variables(variables: Iterable[Any]) -> int:
-    return sum(math.prod(variable.shape) * ITEM_SIZES.get(str(variable.dtype), 4) for variable in variables)
-
-
-def _layers(model: Any) -> Iterable[tuple[Any, int]]:
-    """The layers in it, also those of models in it, and how often a step calls each."""
-    for layer in model.layers:
-        times = _calls(model, layer)
-        if hasattr(layer, "layers"):
-            yield from ((inner, times * inner_times) for inner, inner_times in _layers(layer))
-        elif type(layer).__name__ not in _VIEWS:
-            yield layer, times
-
-
-def _calls(model: Any, layer: Any) -> int:
-    graph = getattr(model, "_functional", None) or model  # a Sequential keeps its graph there
-    depths = getattr(graph, "_nodes_by_depth", None) or {}
-    return sum(node.operation is layer for nodes in depths.values() for node in nodes) or 1
-
-
-def _outputs(layer: Any, batch: int) -> int:
-    try:
-        output = layer.output
-    except (AttributeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"the output shape of layer {layer.name!r} is not known; expected a Sequential or functional model, whose "
-            "layers are connected."
-        ) from error
-    tensors = output if isinstance(output, list | tuple) else [output]
-    shapes = [[batch if length is None else length for length in tensor.shape] for tensor in tensors]
-    return sum(math.prod(shape) * ITEM_SIZES.get(str(layer.compute_dtype), 4) for shape in shapes)
 
 
 if __name__ == "__main__":

@@ -265,17 +265,16 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> t
     return found, enough
 
 
-FRAMEWORKS = ("auto", "torch", "keras")
 _TERMS = ("parameters", "gradients", "states", "activations", "fusion_buffer", "compression")
 _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads", "vocabulary", "checkpointing")
-_OF_MODELS = ("framework", "input_shape", "device", "measure")
+_OF_MODELS = ("input_shape", "device", "measure")
 _WHOLE = click.IntRange(min=1, max=10**9)
 """Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
 
 
 @click.command()
-@click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
-              "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
+@click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns (model, inputs) "
+              "or (model, inputs, loss function of the output); PyTorch.")  # fmt: skip
 @click.option("--parameters", callback=large_count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
 @click.option("--batch", "--batch-size", "batch", type=_WHOLE, default=1, metavar="B", help="Samples on a rank.")
 @click.option("--optimizer", type=click.Choice(list(STATES)), default="adam")
@@ -289,18 +288,16 @@ _WHOLE = click.IntRange(min=1, max=10**9)
               help="Attention heads, where attention keeps its matrices; fused kernels do not.")  # fmt: skip
 @click.option("--vocabulary", type=_WHOLE, metavar="V", help="Words of a language model, for its logits.")
 @click.option("--checkpointing", is_flag=True, help="Layers are computed again in backward (activation checkpointing).")
-@click.option("--framework", type=click.Choice(FRAMEWORKS), default="auto")
 @click.option("--input-shape", callback=whole_numbers, metavar="B,...", help="Shape of an input of zeros, batch first.")
 @click.option("--device", type=click.Choice(("cpu", "meta")), default="cpu",
               help="Device on which small steps of the model run; meta computes shapes only.")  # fmt: skip
-@click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")
+@click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare.")
 @click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
 @click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), callback=number(0), metavar="MB",
               help="Horovod's fusion buffer, in MiB  [default: 128]")  # fmt: skip
 @click.option("-n", "ranks", callback=numbers_of_ranks, default="1,8,64", metavar="N,...")
 @click.option("--capacity-gb", type=click.FloatRange(min=0, min_open=True), callback=number(0, above=True),
               metavar="GB", help="Memory of one rank's device.")  # fmt: skip
-@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON; sizes are bytes.")
 @click.pass_context
 def memory(
@@ -373,37 +370,27 @@ def _of_model(factory: str, *, fp16_allreduce: bool, fusion_bytes: int, **questi
     """The terms for ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, and what the process said beside them.
 
     Args:
-        factory: returns a model, (model, inputs) or (model, inputs, loss function of the output).
+        factory: returns (model, inputs) or (model, inputs, loss function of the output).
         fp16_allreduce, fusion_bytes: see ``with_horovod``.
-        question: ``batch``, samples on one rank; ``optimizer``, of ``STATES``; ``framework``, of ``FRAMEWORKS``;
-            ``input_shape``, of an input of float32 zeros, batch first, where the factory gives none, else None;
-            ``device``: "cpu" runs small steps, "meta" computes shapes only, for models that do not fit here;
-            ``measure``: also run real steps and take the allocator's peak ("measured_peak", bytes).
+        question: ``batch``, samples on one rank; ``optimizer``, of ``STATES``; ``input_shape``, of an input of zeros,
+            batch first, where the factory gives none, else None; ``device``: "cpu" runs small steps,
+            "meta" computes shapes only, for models that do not fit here; ``measure``: also run real steps and take the
+            allocator's peak ("measured_peak", bytes).
     Raises:
         InvalidArgumentError: the factory fails, or its model cannot be measured.
         DataError: the process ended without an answer.
     """
     said = ask("hvdkit.measure.plan.live_model", factory, **question)
-    how = _how(said, question["optimizer"], question["device"], question["batch"])
-    known = {name: said[name] for name in ("parameters", "gradients", "states", "activations", "peak")}
-    return with_horovod(Need(how=how, **known), said["gradient_size"], fp16_allreduce, fusion_bytes), said
-
-
-def _how(said: dict[str, Any], optimizer: str, device: str, batch: int) -> dict[str, str]:
-    if said["framework"] == "keras":
-        return {
-            "parameters": "the model's variables",
-            "gradients": "the trainable variables",
-            "states": f"as many numbers as {optimizer} keeps for each trainable one",
-            "activations": f"the outputs of the layers for {batch} samples, an estimate",
-        }
-    first, second = said["batches"]
-    return {
+    (first, second), device = said["batches"], question["device"]
+    how = {
         "parameters": "parameters and buffers of the model",
         "gradients": "those that a backward produced",
-        "states": f"those of {optimizer} after a step",
-        "activations": f"what autograd kept for {first} and {second} samples on {device}, as a line to {batch}",
+        "states": f"those of {question['optimizer']} after a step",
+        "activations": f"what autograd kept for {first} and {second} samples on {device}, as a line to "
+        f"{question['batch']}",
     }
+    known = {name: said[name] for name in ("parameters", "gradients", "states", "activations", "peak")}
+    return with_horovod(Need(how=how, **known), said["gradient_size"], fp16_allreduce, fusion_bytes), said
 
 
 def _page(need: Need, rows: Sequence[PerRank], remarks: Sequence[str]) -> Page:

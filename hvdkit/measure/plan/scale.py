@@ -23,7 +23,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network
-from hvdkit.measure.plan.link import FLAT, Link, estimated
+from hvdkit.measure.plan.link import Link, estimated
 from hvdkit.measure.plan.network import CostModel
 from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, PredictedExchange, exchange, gradients, measured
 from hvdkit.observe.lateness import Floats
@@ -49,19 +49,17 @@ class Workload:
         gradients: in the order in which they become ready; see ``step_time.gradients``.
         compute_s: seconds of forward, backward and update in one process, > 0; None when they are not known.
         fusion: Horovod's settings.
-        accumulate: backward passes before each allreduce, >= 1 (backward_passes_per_step).
         overlap: whether communication runs beside backward; else it begins when backward has ended.
     """
 
     gradients: tuple[Gradient, ...]
     compute_s: float | None = None
     fusion: Fusion = field(default_factory=Fusion)
-    accumulate: int = 1
     overlap: bool = True
 
     @property
     def hiding_s(self) -> float:
-        """Seconds of backward that communication can hide behind: those of the last pass alone."""
+        """Seconds of backward that communication can hide behind."""
         return BACKWARD_SHARE * self.compute_s if self.overlap and self.compute_s is not None else 0.0
 
 
@@ -100,7 +98,7 @@ class PlannedScale(Document, frozen=True):
     """A prediction; seconds and bytes.
 
     Attributes:
-        model: what an allreduce costs: its algorithm, ``ppn``, and by level ("host", "network") the parameters, the
+        model: what an allreduce costs: ``ppn``, and by level ("host", "network") the parameters, the
             pieces of the line through sizes, and what is left over; None for a level that is not known.
         assumed: what was given beside the measurements, by the names of the options, times in seconds.
         rows: one for each number of ranks.
@@ -119,9 +117,7 @@ class PlannedScale(Document, frozen=True):
     confidence: float = CONFIDENCE
 
 
-def predict(
-    model: CostModel, delays: Delays, work: Workload, ranks: Sequence[int], algorithm: str | None = None
-) -> list[PredictionRow]:
+def predict(model: CostModel, delays: Delays, work: Workload, ranks: Sequence[int]) -> list[PredictionRow]:
     """A row for each number of ranks; without numbers, and with the reason, where the model refuses so many.
 
     Args:
@@ -129,28 +125,25 @@ def predict(
         delays: how far apart ranks arrive.
         work: what a rank does.
         ranks: each >= 1.
-        algorithm: as in ``CostModel.allreduce_s``.
     """
     rows = []
     for n in ranks:
         try:
             refused = model.why_not(n)
-            found = _row(model, delays, work, n, algorithm, np.random.default_rng([0, n])) if not refused else None
+            found = _row(model, delays, work, n, np.random.default_rng([0, n])) if not refused else None
         except InvalidArgumentError as error:
             found, refused = None, str(error)
         rows.append(found or PredictionRow(n, model.hosts(n), refused=refused))
     return rows
 
 
-def _row(
-    model: CostModel, delays: Delays, work: Workload, n: int, algorithm: str | None, rng: np.random.Generator
-) -> PredictionRow:
+def _row(model: CostModel, delays: Delays, work: Workload, n: int, rng: np.random.Generator) -> PredictionRow:
     """The prediction for ``n`` ranks with its intervals; ``rng`` resamples the delays. The others: as in ``predict``.
 
     Raises:
         InvalidArgumentError: as ``CostModel.draws_s``.
     """
-    best, draws = _exchanges(model, work, n, algorithm)
+    best, draws = _exchanges(model, work, n)
     wait, waits = delays.expected_s(n), delays.draws_s(n, _DRAWS, rng)
     late = np.array([one.exposed_s for one in draws])
     found = PredictionRow(
@@ -163,7 +156,7 @@ def _row(
     )
     if work.compute_s is None:
         return found
-    compute = work.accumulate * work.compute_s
+    compute = work.compute_s
     step = estimated(compute + best.exposed_s + wait, compute + late + waits)
     if n > model.measured(n):
         doublings = math.log2(n / model.measured(n))
@@ -176,15 +169,13 @@ def _row(
     return replace(found, exposed=estimated(best.exposed_s, late), step=step, efficiency=efficiency)
 
 
-def _exchanges(
-    model: CostModel, work: Workload, n: int, algorithm: str | None
-) -> tuple[PredictedExchange, list[PredictedExchange]]:
+def _exchanges(model: CostModel, work: Workload, n: int) -> tuple[PredictedExchange, list[PredictedExchange]]:
     """What becomes of the gradients by the best parameters, and by each draw of them."""
     known: dict[float, tuple[float, Floats]] = {}
 
     def costs(nbytes: float) -> tuple[float, Floats]:
         if nbytes not in known:
-            known[nbytes] = model.draws_s(nbytes, n, algorithm)
+            known[nbytes] = model.draws_s(nbytes, n)
         return known[nbytes]
 
     def by_draw(draw: int) -> Callable[[float], float]:
@@ -203,7 +194,6 @@ _PARAMETERS = {
     "overhead_s": ("overhead", 1e6, "us"),
     "alpha_s": ("alpha", 1e6, "us"),
     "beta_s_per_byte": ("beta", 1e9, "ns/byte"),
-    "gamma_s_per_byte": ("gamma", 1e9, "ns/byte"),
 }
 
 
@@ -233,7 +223,7 @@ def _parameters(link: Link) -> str:
         for key, (name, factor, unit) in _PARAMETERS.items()
         if key in told
     ]
-    return f"{link.algorithm}, {', '.join(words)}"
+    return ", ".join(words)
 
 
 def _draw(axes: Any, rows: Sequence[PredictionRow]) -> None:
@@ -268,30 +258,23 @@ def _draw(axes: Any, rows: Sequence[PredictionRow]) -> None:
 @click.option("--parameters", callback=large_count, metavar="P",
               help=f"In place of --plan: how many a model has, such as 25557032 or 7B, in {_TENSORS} equal float32 "
               "gradients.")  # fmt: skip
-@click.option("--algorithm", type=click.Choice([network.LIBRARY, *FLAT]),
-              help="Allreduce algorithm of the model  [default: as measured]")  # fmt: skip
 @click.option("--alpha-us", type=float, callback=number(0), metavar="US",
               help="Latency of the network (alpha): microseconds per message.")  # fmt: skip
 @click.option("--bandwidth-gbit", type=float, callback=number(0, above=True), metavar="G",
               help="Bandwidth of one host's link, in Gbit/s.")  # fmt: skip
-@click.option("--faster-links", type=float, callback=number(0, above=True), metavar="X",
-              help="Predict for a network with X times the bandwidth.")  # fmt: skip
 @click.option("--fp16-allreduce", "fp16", is_flag=True, help="Predict for gradients sent in half precision.")
-@click.option("--accumulate", type=AT_LEAST_1, default=1, metavar="K",
-              help="Predict for K backward passes before each allreduce.")  # fmt: skip
 @click.option("--fusion-threshold-mb", type=float, default=FUSION_BYTES >> 20, callback=number(0), metavar="MIB",
               help="Horovod's fusion buffer in MiB, 0 for none.")  # fmt: skip
 @click.option("--cycle-time-ms", type=float, default=round(1e3 * CYCLE_S), callback=number(0), metavar="MS",
               help="Horovod's cycle time.")  # fmt: skip
 @click.option("--no-overlap", is_flag=True, help="Predict without overlap: communication starts after backward.")
-@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON, in seconds.")
 @click.option("--plot", "figure", type=PATH, metavar="FILE", help="Draw the efficiency, too: .png, .svg or .pdf.")
 def scale(**given: Any) -> int:
     """Predict the time of a training step on more ranks than you have.
 
-    A model of alpha (latency of a message), beta (time per byte) and gamma (time per sum) is fitted to measurements of
-    `hvdkit emulate` on a few ranks. The step also counts what overlaps with backward, and the wait for the slowest
+    A model of alpha (latency of a message) and beta (time per byte) of a ring is fitted to measurements of `hvdkit
+    emulate` on a few ranks. The step also counts what overlaps with backward, and the wait for the slowest
     rank. Measurements within one host say nothing about a network: beyond one host its latency and bandwidth have to
     be measured or given.
 
@@ -303,9 +286,9 @@ def scale(**given: Any) -> int:
 
     Exit status: 0 success, 1 a file cannot be used, 2 for bad usage, or when no number of ranks can be predicted.
     """
-    if given["figure"] is not None and given["step_ms"] is None:
-        raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
     if given["figure"] is not None:
+        if given["step_ms"] is None:
+            raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
         plot.check(given["figure"])
     files = [json_files.read(path, EmulateResults) for path in (*given["fit"], *given["more"])]
     costs = _model(files, given)
@@ -315,10 +298,9 @@ def scale(**given: Any) -> int:
         gradients(replayed, given["fp16"]),
         None if given["step_ms"] is None else given["step_ms"] / 1000,
         Fusion(given["fusion_threshold_mb"] * _MIB, given["cycle_time_ms"] / 1000),
-        given["accumulate"],
         not given["no_overlap"],
     )
-    rows = predict(costs, delays, work, given["at"] or _DOUBLING, given["algorithm"])
+    rows = predict(costs, delays, work, given["at"] or _DOUBLING)
     if given["at"] is None:
         rows = [row for row in rows if row.refused is None]
     if all(row.refused for row in rows):
@@ -335,18 +317,16 @@ def scale(**given: Any) -> int:
 
 def _model(files: list[EmulateResults], given: dict[str, Any]) -> CostModel:
     alpha_us, gbit = given["alpha_us"], given["bandwidth_gbit"]
-    alpha_s = None if alpha_us is None else alpha_us * 1e-6
-    rate = None if gbit is None else gbit * 1e9 / 8
-    if files:
-        costs = network.fit(files, ppn=given["ppn"]).with_network(alpha_s, rate)
-    elif alpha_s is None or rate is None:
+    if (alpha_us is None) != (gbit is None):
+        missing = "--bandwidth-gbit" if gbit is None else "--alpha-us"
+        raise InvalidArgumentError(f"of a network's two numbers {missing} is missing: give both.")
+    if not files and alpha_us is None:
         raise InvalidArgumentError(
             "there is nothing to predict from: give --fit with files of 'hvdkit emulate --json', or a network with "
             "both --alpha-us and --bandwidth-gbit."
         )
-    else:
-        costs = network.given(alpha_s, rate, given["ppn"] or 1)
-    return costs if given["faster_links"] is None else costs.with_faster_links(given["faster_links"])
+    costs = network.fit(files, ppn=given["ppn"]) if files else CostModel(None, None, given["ppn"] or 1)
+    return costs if alpha_us is None else costs.with_network(alpha_us * 1e-6, gbit * 1e9 / 8)
 
 
 def _plan(files: list[EmulateResults], path: Path | None, parameters: int | None) -> ReplayPlan:

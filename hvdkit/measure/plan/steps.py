@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,19 +146,6 @@ def row(training: PlannedTraining, ranks: int) -> PlanRow:
     )
 
 
-def curve(training: PlannedTraining, planned: PlanRow, steps: Iterable[int]) -> list[float]:
-    """The learning rate of each of some steps of the training; it rises in the warmup and then stays.
-
-    Args:
-        steps: numbers of steps, from 0 on.
-    Raises:
-        InvalidArgumentError: no step is left at this number of ranks.
-    """
-    if planned.steps is None:
-        raise InvalidArgumentError(f"on {planned.ranks} ranks no step is left; there is no learning rate to show.")
-    return [_rate(training, planned.ranks, step, planned.warmup_steps) for step in steps]
-
-
 def _policy(training: PlannedTraining, world: Topology, remainder: str) -> Policy:
     global_batch = training.batch_size * world.size
     if remainder == "drop" and training.samples < global_batch:
@@ -238,11 +225,13 @@ def _policy_text(policy: Policy) -> str:
 
 def _draw(axes: Any, training: PlannedTraining, rows: Sequence[PlanRow]) -> None:
     """The learning rate over the epochs, so that numbers of ranks can be compared."""
-    for one in rows:
-        last = (one.steps or 1) - 1
-        steps = sorted({0, min(one.warmup_steps, last), last})  # between them the rate is a straight line
-        epochs = [step / (one.steps_per_epoch or 1) for step in steps]
-        axes.plot(epochs, curve(training, one, steps), label=str(one.ranks))
+    for planned in rows:
+        if planned.steps is None or planned.steps_per_epoch is None:
+            continue
+        last = planned.steps - 1
+        steps = sorted({0, min(planned.warmup_steps, last), last})  # between them the rate is a straight line
+        rates = [_rate(training, planned.ranks, step, planned.warmup_steps) for step in steps]
+        axes.plot([step / planned.steps_per_epoch for step in steps], rates, label=str(planned.ranks))
     axes.set(xlabel="epoch", ylabel="learning rate")
     axes.set_ylim(bottom=0)
     axes.legend(title="ranks")
@@ -271,7 +260,6 @@ _MOST_EPOCHS = 10**6
               help="Save a checkpoint every K epochs and after the last one.")  # fmt: skip
 @click.option("--plot", "figure", type=PATH, callback=output_file, metavar="FILE",
               help="Draw the learning rate (.svg, .png, .pdf).")  # fmt: skip
-@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 def steps(*, ranks: tuple[int, ...], figure: Path | None, form: str | None, **asked: Any) -> int:
     """Show what a training will do on each number of ranks.
@@ -288,9 +276,8 @@ def steps(*, ranks: tuple[int, ...], figure: Path | None, form: str | None, **as
     rows = [row(training, n) for n in ranks]
     said = [note for one in rows for note in notes(training, one)]
     if figure is not None:
-        drawn = [one for one in rows if one.steps is not None]
-        if not drawn:
+        if all(planned.steps is None for planned in rows):
             raise InvalidArgumentError("at no number of ranks is a step left, so there is no learning rate to plot.")
-        plot.write(figure, lambda axes: _draw(axes, training, drawn), size=(7, 4))
+        plot.write(figure, lambda axes: _draw(axes, training, rows), size=(7, 4))
     Page(_tables(training, rows), said).print(form, PlannedSteps(training, tuple(rows), tuple(said)))
     return 0

@@ -29,7 +29,7 @@ from hvdkit.common.commands import (
 )
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.model import BATCH_GRACE_S, BINDINGS, GRACE_S, Host, Staged
-from hvdkit.run.launch.tuned import OF_OPTIONS, Tuned
+from hvdkit.run.launch.tuned import Tuned
 
 LAUNCHERS = ("mpirun", "horovodrun", "mpiexec", "aprun", "srun", "jsrun")
 """Every launcher that can be asked for by name; mpiexec is that of PALS alone."""
@@ -348,8 +348,6 @@ OPTIONS = {
     if option.metadata
 }
 """All options of ``hvdkit launch`` by name, in the order of its help."""
-OF_HOROVOD = tuple(OPTIONS[name] for name in OF_OPTIONS)
-"""Horovod's settings for speed."""
 
 
 def check_needs(given: Mapping[str, Any]) -> None:

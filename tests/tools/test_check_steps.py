@@ -54,26 +54,6 @@ def line(name: str, text: str) -> int:
                 8: ["dataset.take(steps)"],
             },
         ),
-        (
-            "horovod_keras",
-            {
-                4: ["hvd.DistributedOptimizer("],
-                5: ["BroadcastGlobalVariablesCallback(0)"],
-                6: ["ModelCheckpoint(", 'model.save("model.h5")'],
-                7: [".shard(hvd.size(), hvd.rank())"],
-                8: ["model.fit("],
-            },
-        ),
-        (
-            "hvdkit_torch",
-            {
-                1: ["world = init()"],
-                2: ["pin_device(world)"],
-                4: ["optimizer = distribute("],
-                5: ["broadcast_state(model"],
-                8: ["steps = steps_per_epoch("],
-            },
-        ),
         ("ddp_torchrun", {1: ["init_process_group("], 4: ["model = DDP("], 6: ["torch.save("]}),
     ],
 )
@@ -89,10 +69,6 @@ def test_ddp_broadcasts_itself_and_its_sampler_evens_out_the_steps() -> None:
     assert (steps[5].status, steps[5].lines) == ("not needed", (line("ddp_torchrun", "model = DDP("),))
     assert steps[8].status == "not needed"
     assert "same number" in steps[8].note
-
-
-def test_ddp_says_nothing_for_certain_about_a_rate_without_a_factor() -> None:
-    assert steps_of("ddp_spawn")[3].status == "undecided"
 
 
 def test_a_step_that_another_module_may_do_is_undecided_and_names_it() -> None:
@@ -137,11 +113,6 @@ def test_summed_gradients_need_no_larger_rate(option: str) -> None:
     checked = check_text(changed)
     assert checked.findings == []
     assert checked.verdicts[2].status == "not needed"
-
-
-def test_no_gpu_and_no_checkpoint_are_not_needed() -> None:
-    steps = steps_of("optional_horovod")
-    assert (steps[2].status, steps[2].note) == ("not needed", "no GPU is used")
 
 
 def test_a_module_of_functions_is_not_blamed_for_what_its_callers_do() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hvdkit.prepare.doctor import host
-from hvdkit.prepare.doctor.host import DoctorHost
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -40,13 +39,6 @@ def test_the_tightest_cpu_quota_counts(
 ) -> None:
     root = write(tmp_path / "cgroup", files)
     assert host.cpu_quota(membership + "\n", root) == expected
-
-
-@pytest.mark.parametrize(
-    ("affinity", "quota", "usable"), [(8, None, 8), (8, 2.5, 2), (1, 4.0, 1), (8, 0.5, 1), (2, 8.0, 2)]
-)
-def test_usable_cores(affinity: int, quota: float | None, usable: int) -> None:
-    assert DoctorHost("Linux", cores=8, affinity=affinity, cpu_quota=quota).usable_cores == usable
 
 
 def test_gpus_are_those_that_the_drivers_show(tmp_path: Path) -> None:

@@ -118,20 +118,6 @@ def test_a_failing_patch_leaves_every_file_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == "x\none\ny\n"
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InstallError, match=r"a\.txt is missing"):
-        apply(tmp_path, [patch()])
-
-
-def test_line_ends_of_the_other_lines_are_kept_and_those_of_its_own_must_match(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"before\r\nx\none\ny\nafter\r\n")
-    apply(tmp_path, [patch()])
-    assert (tmp_path / "a.txt").read_bytes() == b"before\r\nx\n1\ny\nafter\r\n"
-    (tmp_path / "a.txt").write_bytes(b"x\r\none\r\ny\r\n")
-    with pytest.raises(InstallError, match="0 times"):
-        apply(tmp_path, [patch()])
-
-
 def test_two_patches_of_one_file_see_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x\none\ny\n")
     apply(tmp_path, [patch(), patch("second", old="1", new="uno")])

@@ -52,27 +52,6 @@ def test_with_the_compiler_hidden_it_is_one_sentence_and_nothing_is_written(home
     assert not (home / "cache").exists()
 
 
-def test_a_compiler_that_cxx_names_and_that_is_not_there(home: Path) -> None:
-    assert "'no-such-compiler'" in one_sentence(install(home, CXX="no-such-compiler"), 1)
-
-
-def test_a_framework_that_is_not_installed(home: Path) -> None:
-    code = (
-        "import sys; from hvdkit.prepare.install import here; here.find_frameworks = lambda: ();"
-        "from hvdkit.cli import run; sys.exit(run(['install']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "XDG_CACHE_HOME": str(home / "cache"), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    message = one_sentence(done, 1)
-    assert "Neither PyTorch nor TensorFlow" in message
-    assert "pip install torch" in message
-    assert not (home / "cache").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -87,16 +66,6 @@ def test_bad_usage_is_one_sentence_and_exit_2(home: Path, arguments: list[str], 
     message = one_sentence(install(home, *arguments), 2)
     for word in words:
         assert word in message
-    assert not (home / "cache").exists()
-
-
-def test_explain_prints_the_table_with_reasons_even_without_a_compiler(home: Path) -> None:
-    done = install(home, "--explain", "--frameworks", "torch")
-    assert done.returncode == 0, done.stderr
-    for patch in patches():
-        assert patch.name in done.stdout
-        assert patch.why in done.stdout
-    assert "No C++ compiler" in done.stdout
     assert not (home / "cache").exists()
 
 
@@ -119,6 +88,7 @@ def test_explain_shows_the_plan_and_does_nothing(home: Path) -> None:
     assert "GCC 12.2.0" in plan
     assert "HOROVOD_WITHOUT_MPI=1" in plan
     assert "to be compiled" in plan
+    assert all(patch.name in done.stdout and patch.why in done.stdout for patch in patches())
     assert not (home / "cache").exists()
 
 

@@ -78,12 +78,6 @@ def test_what_is_no_record_is_refused_with_the_reason_and_the_fix(fake_horovod: 
     assert "hvdkit install --force" in str(caught.value)
 
 
-def test_fields_of_later_versions_are_passed_over(tmp_path: Path) -> None:
-    fields = {**json.loads(json_files.encode(RECORD)), "later": 1}
-    fields["mpi"]["later"] = 2
-    assert decoded(tmp_path, json.dumps(fields)) == RECORD
-
-
 def test_the_mpi_of_a_wheel_moves_with_the_environment_and_another_stays() -> None:
     assert mpi_bin(RECORD) == Path(sys.prefix) / "bin"
     system = replace(RECORD, mpi=MpiRecord("MPICH", "4.0", "/opt/mpich/bin", wheel=False))

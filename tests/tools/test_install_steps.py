@@ -31,24 +31,12 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "step.log"
 
 
-def test_every_line_goes_to_the_log_and_to_the_listener(log: Path) -> None:
-    seen: list[str] = []
-    lines = run_python("import sys; print('one'); print('two', file=sys.stderr)", log, on_line=seen.append)
-    assert sorted(lines) == sorted(seen) == ["one\n", "two\n"]
-    assert "one\n" in log.read_text()
-
-
 def test_a_failing_step_shows_its_first_error_and_the_log(log: Path) -> None:
     code = "import sys; print('a.cc:1:2: error: no such thing'); print('b.cc:1:1: error: later'); sys.exit(3)"
     with pytest.raises(InstallError) as caught:
         run_python(code, log)
     assert str(caught.value) == f"The step failed: a.cc:1:2: error: no such thing; the full log is {log}"
     assert "later" in log.read_text()
-
-
-def test_a_program_that_is_not_there_is_one_sentence(tmp_path: Path, log: Path) -> None:
-    with pytest.raises(InstallError, match="cannot be run"):
-        run([str(tmp_path / "gone")], what="x", environ={}, cwd=tmp_path, log=log)
 
 
 class Stop(BaseException):
@@ -109,12 +97,6 @@ def archive(path: Path, members: dict[str, str]) -> Path:
     return path
 
 
-def test_a_source_of_another_sum_is_not_the_released_one(tmp_path: Path) -> None:
-    fake = archive(tmp_path / build.SOURCE, {"horovod-0.28.1/setup.py": ""})
-    assert not build.is_released(fake)
-    assert not build.is_released(tmp_path / "gone")
-
-
 def test_a_damaged_kept_source_is_fetched_again_and_a_wrong_one_refused(tmp_path: Path) -> None:
     sources, work = tmp_path / "sources", tmp_path / "work"
     sources.mkdir()
@@ -141,13 +123,6 @@ def test_an_archive_with_a_member_outside_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InstallError, match="cannot be unpacked"):
         build.unpack(bad, tmp_path / "into")
     assert not (tmp_path / "evil").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"not an archive"])
-def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.tar.gz").write_bytes(content)
-    with pytest.raises(InstallError, match="cannot be unpacked"):
-        build.unpack(tmp_path / "x.tar.gz", tmp_path)
 
 
 # --- run paths -------------------------------------------------------------------------------------------------------
@@ -210,12 +185,6 @@ def test_jobs_are_bounded_by_cores_and_memory_unless_asked_for(
     assert build.job_count(cores, gigabytes << 30, wanted) == expected
 
 
-def test_memory_in_the_file_cache_counts_as_available() -> None:
-    text = "MemTotal:       24624924 kB\nMemFree:          524288 kB\nMemAvailable:   20971520 kB\n"
-    assert build.available_bytes(text) == 20 << 30
-    assert build.job_count(4, build.available_bytes(""), None) == 1
-
-
 @pytest.mark.parametrize("wanted", ["0", "-1", "two", "1.5"])
 def test_max_jobs_must_be_a_number(wanted: str) -> None:
     with pytest.raises(InstallError, match="MAX_JOBS"):
@@ -262,19 +231,6 @@ def test_a_failed_install_leaves_the_environment_as_it_was(installed: PythonFact
         half_an_install(installed)
         raise error
     assert tree(installed.prefix) == before
-
-
-def test_an_install_that_succeeds_stays(installed: PythonFacts) -> None:
-    with environment.restored_on_failure(installed):
-        half_an_install(installed)
-    assert (installed.scripts / "horovodrun").read_text() == "new"
-
-
-def test_what_others_install_meanwhile_is_left_alone(installed: PythonFacts) -> None:
-    with pytest.raises(Stop), environment.restored_on_failure(installed):
-        (installed.site_packages / "numpy.py").write_text("theirs")
-        raise Stop
-    assert (installed.site_packages / "numpy.py").exists()
 
 
 def test_pip_is_not_led_elsewhere_by_its_settings() -> None:

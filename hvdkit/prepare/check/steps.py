@@ -193,8 +193,8 @@ def _names_gpu(case: DataCase, node: ast.Constant) -> bool:
 def _learning_rate(case: DataCase) -> Verdict:
     """Whether the number of processes is in every optimizer's rate, or in what sets it later."""
     changes = list(_rate_changes(case))
-    elsewhere = [line for line, is_scaled, _ in changes if is_scaled]
-    scaled = [*case.lines(case.having(Role.SCALE)), *elsewhere]
+    set_later = [line for line, scales in changes if scales]
+    scaled = [*case.lines(case.having(Role.SCALE)), *set_later]
     unscaled, unclear = [], ""
     for event in case.optimizers:
         rates = _rates(case, event.node)
@@ -204,9 +204,10 @@ def _learning_rate(case: DataCase) -> Verdict:
             unclear = why
         else:
             unscaled.append(event.node.lineno)
-    if unscaled and not elsewhere:
-        doubt = next((why for _, _, why in changes if why), "")
-        return _no_scaling_needed(case) or (_undecided(doubt) if doubt else _missing(unscaled))
+    if unscaled and not set_later:
+        if changes:
+            return _undecided(f"line {changes[0][0]} sets the learning rate anew")
+        return _no_scaling_needed(case) or _missing(unscaled)
     if scaled:
         return _done(scaled)
     if unclear:
@@ -235,43 +236,36 @@ def _is_scaled(case: DataCase, *rates: ast.AST) -> bool:
 def _unclear_rate(case: DataCase, call: ast.Call, rates: list[ast.expr]) -> str:
     if has_stars(call) and not rates:
         return "the learning rate comes in a dictionary"
-    for rate in rates:
-        hidden = case.hidden(rate, through=True)
-        if hidden:
-            return f"the learning rate comes from {hidden}, which is not in this text"
-        if any(case.name(one).startswith("keras.") or case.class_of(one) for one in case.calls(rate)):
-            return "the learning rate is a schedule of its own"
-        parameters = [one for one in case.reach(rate, through=True) if isinstance(one, ast.arg)]
-        if not all(case.arguments_for(one) for one in parameters):
-            return "the learning rate comes from a caller that is not in this text"
-    return ""
+    hidden = next(filter(None, (case.hidden(rate, through=True) for rate in rates)), None)
+    if hidden:
+        return f"the learning rate comes from {hidden}, which is not in this text"
+    if any(case.name(one).startswith("keras.") or case.class_of(one) for one in case.calls(*rates)):
+        return "the learning rate is a schedule of its own"
+    parameters = [one for one in case.reach(*rates, through=True) if isinstance(one, ast.arg)]
+    known = all(case.arguments_for(one) for one in parameters)
+    return "" if known else "the learning rate comes from a caller that is not in this text"
 
 
-def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool, str]]:
-    """What else sets a rate: the line, whether the number of processes is in it, and the doubt that it leaves."""
+def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool]]:
+    """What else sets a rate: the line, and whether the number of processes is in it."""
     for node in (one for one in case.nodes if isinstance(one, (ast.Assign, ast.AugAssign))):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             match target:  # ``group["lr"] = ...``, ``opt.learning_rate = ...``
                 case ast.Subscript(slice=ast.Constant(value="lr")):
-                    pass
+                    yield node.lineno, _is_scaled(case, node.value)
                 case ast.Attribute(attr="learning_rate" | "lr", value=owner) if "opt" in ast.unparse(owner).lower():
-                    pass
-                case _:
-                    continue
-            yield node.lineno, _is_scaled(case, node.value), f"line {node.lineno} sets the learning rate anew"
+                    yield node.lineno, _is_scaled(case, node.value)
     for call in (event.node for event in case.events):
         functions = [node for function in case.function_arguments(call) for node in ast.walk(function)]
-        name = case.name(call)
-        if case.role(call) == Role.WARMUP and name.startswith("horovod"):
-            rates = [argument(call, "initial_lr", 0), argument(call, "multiplier")]
-            yield call.lineno, case.has_size(*rates, *functions), ""
-        elif method(call) == "add_argument" and "lr" in ast.unparse(call.args[0] if call.args else call):
-            yield call.lineno, case.has_size(argument(call, "default"), *functions), ""
-        elif _is_schedule(case, call, name or ast.unparse(call.func)):
-            given = [*call.args[1:2], *(one.value for one in call.keywords if not _LENGTH.search(one.arg or ""))]
-            yield call.lineno, case.has_size(*given, *functions), f"the schedule of line {call.lineno} may scale it"
+        given = [*call.args[1:], *(one.value for one in call.keywords if not _LENGTH.search(one.arg or ""))]
+        scales = case.has_size(*given, *functions)
+        if case.role(call) == Role.WARMUP and case.name(call).startswith("horovod"):
+            if scales or case.has_size(*call.args[:1]):  # else it reaches the optimizer's own rate
+                yield call.lineno, True
+        elif _is_schedule(case, call, case.name(call) or ast.unparse(call.func)):
+            yield call.lineno, scales
         elif method(call) in ("assign", "set_value") and re.search(r"\blr\b|learning_rate", ast.unparse(call)):
-            yield call.lineno, False, f"line {call.lineno} sets the learning rate anew"
+            yield call.lineno, False
 
 
 def _is_schedule(case: DataCase, call: ast.Call, name: str) -> bool:

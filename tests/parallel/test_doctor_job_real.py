@@ -37,13 +37,6 @@ def doctor_job(ranks_command, tmp_path):
     return run
 
 
-def executable(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_a_sound_job(doctor_job, controller):
     done = doctor_job(2, "--json", controller=controller)
@@ -59,16 +52,14 @@ def test_every_process_is_rank_0_of_1(doctor_job):
     assert "error [start]" in done.stdout and "srun started rank 0 of 4, but Horovod (over Open MPI" in done.stdout
 
 
-def test_another_version_on_one_rank_and_a_gpu_that_pytorch_does_not_use(doctor_job, tmp_path):
-    executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU-12345678\n")
+def test_another_version_on_one_rank(doctor_job, tmp_path):
     metadata = tmp_path / "other" / "torch-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     other = f'[ "$OMPI_COMM_WORLD_RANK" = 0 ] || export PYTHONPATH={tmp_path}/other:$PYTHONPATH'
-    done = doctor_job(2, "--json", before=f"export PATH={tmp_path}/bin:$PATH; {other}", forked=False)
+    done = doctor_job(2, "--json", before=other, forked=False)
     assert done.returncode == 0  # they train
     found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert [rank["gpus"] for rank in found["ranks"]] == [["GPU-12345678"]] * 2
     (what,) = [one["what"] for one in found["findings"] if one["check"] == "versions"]
     assert what.endswith("on rank 0; 9.9 on rank 1.")
 

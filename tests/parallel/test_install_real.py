@@ -28,7 +28,7 @@ def plan() -> BuildPlan:
         plan = make_plan(gather_facts(gpu=False), Options())
     except HvdkitError as error:
         pytest.skip(f"Horovod cannot be built here: {error}")
-    if not Cache(cache_directory()).has(plan.key):
+    if Cache(cache_directory()).get(plan.key) is None:
         pytest.skip(f"the cache has no wheel with key {plan.key[:12]}; 'hvdkit install' makes it")
     return plan
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from hvdkit.common import json_files
 from hvdkit.prepare.doctor import job as ranks
 from hvdkit.prepare.doctor.finding import LEVELS
-from hvdkit.prepare.doctor.job import CHECKS, JobReport, Place, RankReport, look, visible
+from hvdkit.prepare.doctor.job import CHECKS, JobReport, Place, RankReport, look
 
 VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "horovod": "0.28.1"}
 
@@ -31,9 +31,7 @@ def job(n=4, hosts=("a", "b"), **changes):
             library="Open MPI 5.0.11",
             cores=tuple(range(8)),
             threads=4,
-            gpus=("GPU-1", "GPU-2"),
-            device=f"GPU-{rank % per_host + 1}",
-            nccl=True,
+            device=f"cuda:{rank % per_host}",
             versions=VERSIONS,
             **changes,
         )
@@ -51,7 +49,6 @@ def test_a_sound_job_has_no_findings():
 
 
 ALONE = "srun started rank 0 of 4, but Horovod (over Open MPI) sees rank 0 of 1"
-ON_ONE_GPU = [replace(one, device="GPU-1") for one in job()]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +62,6 @@ ON_ONE_GPU = [replace(one, device="GPU-1") for one in job()]
             "on ranks 2-3 (b): no extension",
         ),
         (job()[:3], "missing-ranks", "error", "no report from rank 3 of 4"),
-        (ON_ONE_GPU, "gpus", "error", "ranks 0-1 on a use the same GPU, GPU-1"),
-        ([replace(one, nccl=False) for one in ON_ONE_GPU], "gpus", "warning", "ranks 2-3 on b use the same GPU, GPU-1"),
         (changed(job(), 3, device="cpu"), "gpus", "error", "rank 3: on the CPU, the other ranks on GPUs"),
         (
             changed(job(), 3, versions={**VERSIONS, "torch": "2.12.0"}),
@@ -123,7 +118,7 @@ def test_json_and_text_say_the_same():
     found = CHECKS.examine(reports)
     parsed = json.loads(json_files.encode(JobReport(False, tuple(found), tuple(reports))))
     assert not parsed["ok"] and [one["check"] for one in parsed["findings"]] == ["missing-ranks"]
-    assert [rank["device"] for rank in parsed["ranks"]] == ["GPU-1", "GPU-2", "GPU-1"]
+    assert [rank["device"] for rank in parsed["ranks"]] == ["cuda:0", "cuda:1", "cuda:0"]
     written = StringIO()
     ranks.page(changed(reports, 0, host="[red]x"), found).show(Console(file=written, width=100))
     assert "error [missing-ranks]" in written.getvalue() and "2 of 4" in written.getvalue()
@@ -153,7 +148,7 @@ def test_a_rank_has_started_when_the_ones_of_all_add_up_on_its_device(monkeypatc
         "torch": SimpleNamespace(ones=lambda n, device: made.append(device) or [1.0] * n),
         "horovod.torch": SimpleNamespace(
             is_initialized=lambda: True, rank=lambda: 0, size=lambda: 2, local_rank=lambda: 0,
-            mpi_enabled=lambda: False, nccl_built=lambda: 0, allreduce=allreduce, Sum=None,
+            mpi_enabled=lambda: False, allreduce=allreduce, Sum=None,
             allgather_object=lambda own, name: [own, others],
         ),
     }  # fmt: skip
@@ -164,18 +159,9 @@ def test_a_rank_has_started_when_the_ones_of_all_add_up_on_its_device(monkeypatc
     assert made == (["cpu"] if not others else [])
 
 
-@pytest.mark.parametrize(
-    ("chosen", "left"),
-    [(None, ("GPU-a", "GPU-b")), ("1", ("GPU-b",)), ("1,0", ("GPU-b", "GPU-a")), ("", ()), ("0,7,1", ("GPU-a",)),
-     ("GPU-b", ("GPU-b",)), ("-1", ())],
-)  # fmt: skip
-def test_visible_devices(chosen, left):
-    assert visible(["GPU-a", "GPU-b"], chosen) == left
-
-
 def test_a_process_without_a_launcher_and_one_with_half_an_environment():
     own = look({"PATH": ""})
-    assert (own.launcher, own.rank, own.size, own.gpus) == ("none", 0, 1, ())
+    assert (own.launcher, own.rank, own.size) == ("none", 0, 1)
     assert own.versions["numpy"] and own.cores
     assert "PMI_SIZE is not set" in look({"PATH": "", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}).launched.error
     assert look({"PATH": "", "OMP_NUM_THREADS": "3"}).threads == 3

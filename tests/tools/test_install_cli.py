@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.prepare.install.adjust import patches
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -77,19 +75,6 @@ def fake_compilers(directory: Path) -> None:
             "-dumpmachine) echo x86_64-linux-gnu;; esac\nexit 0\n"
         )
         file.chmod(0o755)
-
-
-def test_explain_shows_the_plan_and_does_nothing(home: Path) -> None:
-    fake_compilers(home / "empty")
-    done = install(home, "--explain", "--frameworks", "torch", "--without-mpi")
-    assert done.returncode == 0, done.stderr
-    plan = done.stdout.partition("Plan:")[2]
-    assert "PyTorch 9.9.9+cpu" in plan
-    assert "GCC 12.2.0" in plan
-    assert "HOROVOD_WITHOUT_MPI=1" in plan
-    assert "to be compiled" in plan
-    assert all(patch.name in done.stdout and patch.why in done.stdout for patch in patches())
-    assert not (home / "cache").exists()
 
 
 def test_a_framework_that_cannot_be_imported_is_found_before_anything_is_fetched(home: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import shutil
 import socket
 import sys
 import threading
@@ -23,7 +22,6 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from hvdkit.common.json_files import Document
-from hvdkit.common.programs import ask
 from hvdkit.common.table import Page, Table, console
 from hvdkit.common.units import count_text
 from hvdkit.errors import LauncherError
@@ -31,12 +29,11 @@ from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, par
 from hvdkit.prepare.install.facts import DISTRIBUTIONS
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
-from hvdkit.steps.device import cpu_threads_here, device_index, threads_asked
+from hvdkit.steps.device import cpu_threads_here, threads_asked
 from hvdkit.steps.mpi_library import loaded_mpi
 from hvdkit.steps.ranks import name_ranks
 
 PACKAGES: tuple[str, ...] = ("hvdkit", *(name for names in DISTRIBUTIONS.values() for name in names), "numpy")
-_NVIDIA_SECONDS = 20
 _CPU = "cpu"
 
 
@@ -69,11 +66,9 @@ class RankReport:
         problem: why ``hk.init``, ``hk.pin_device`` or the allreduce fails here; "" where they work.
         local_rank: its rank among those of its host, by the launcher or Horovod; None where neither says.
         library: what Horovod communicates through.
-        nccl: Horovod reduces over NCCL.
-        device: what ``hk.pin_device`` gave it: "cpu", or a GPU by its identity, where nvidia-smi says it.
+        device: what ``hk.pin_device`` gave it: "cpu", or a GPU as its framework calls it.
         cores: the cores that it may run on.
         threads: compute threads that it would use.
-        gpus: identities of the GPUs that CUDA shows it, in their order.
         versions: of Python and the packages that it would import.
     """
 
@@ -85,11 +80,9 @@ class RankReport:
     problem: str = ""
     local_rank: int | None = None
     library: str = ""
-    nccl: bool = False
     device: str = ""
     cores: tuple[int, ...] = ()
     threads: int = 1
-    gpus: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     also: ClassVar[tuple[str, ...]] = ("rank",)
@@ -228,36 +221,8 @@ def look(environ: Mapping[str, str]) -> RankReport:
         local_rank=found.local_rank if found else None,
         cores=tuple(sorted(os.sched_getaffinity(0))),
         threads=threads_asked(environ) or cpu_threads_here((found.local_size if found else None) or 1),
-        gpus=_gpus(environ),
         versions={"Python": platform.python_version(), "executable": sys.executable, **installed},
     )
-
-
-def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Identities of the NVIDIA GPUs that CUDA would show this process."""
-    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if program is None:
-        return ()
-    answer = ask([program, "--query-gpu=uuid", "--format=csv,noheader"], seconds=_NVIDIA_SECONDS)
-    listed = [word for word in answer.text.split() if word.startswith("GPU-")] if answer.ok else []
-    return visible(listed, environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def visible(listed: list[str], chosen: str | None) -> tuple[str, ...]:
-    """The devices among ``listed`` that CUDA_VISIBLE_DEVICES leaves, in its order.
-
-    Source: CUDA C++ programming guide, CUDA_VISIBLE_DEVICES: what follows the first entry that names none is ignored.
-    """
-    if chosen is None:
-        return tuple(listed)
-    devices = []
-    for entry in (part.strip() for part in chosen.split(",")):
-        matches = [listed[int(entry)]] if entry.isdecimal() and int(entry) < len(listed) else []
-        matches += [uuid for uuid in listed if entry and not entry.isdecimal() and uuid.startswith(entry)]
-        if len(matches) != 1:
-            break
-        devices += matches
-    return tuple(devices)
 
 
 def meet(own: RankReport) -> list[RankReport]:
@@ -295,7 +260,7 @@ def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
         try:
             world = hk.init()
             pinned = hk.pin_device(world)
-            device = _identity(str(pinned), own.gpus, world.local_rank)
+            device = _CPU if _CPU in str(pinned).lower() else str(pinned)
         except Exception as error:  # whatever would stop a training, which is what this is here to find out
             problem = _first_line(error)
         hvd: Any = importlib.import_module(f"horovod.{name}")
@@ -310,7 +275,6 @@ def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
             device=device,
             horovod=Place(hvd.rank(), hvd.size()),
             library=(loaded_mpi() or "MPI") if hvd.mpi_enabled() else "Gloo",
-            nccl=bool(hvd.nccl_built()),
             local_rank=hvd.local_rank() if own.local_rank is None else own.local_rank,
         )
         return started, gather
@@ -330,13 +294,6 @@ def _reduces(name: str, hvd: Any, device: Any) -> str:
     except Exception as error:  # as above
         return _first_line(error)
     return "" if total == hvd.size() else f"an allreduce of a one from each of {hvd.size()} ranks gives {total:g}."
-
-
-def _identity(pinned: str, gpus: Sequence[str], local_rank: int) -> str:
-    """The device that step 2 has pinned, a GPU by its identity where that is known."""
-    if _CPU in pinned.lower():
-        return _CPU
-    return gpus[device_index(local_rank, len(gpus))] if gpus else pinned
 
 
 def _first_line(error: Exception) -> str:
@@ -399,20 +356,6 @@ def _some_without_gpu(reports: Reports) -> Words:
     blind = [report for report in reports if report.device == _CPU]
     if blind and any(report.device not in ("", _CPU) for report in reports):
         yield {"ranks": _ranks(blind)}
-
-
-@CHECKS.row(
-    "gpus",
-    "{level}",
-    "{ranks} on {host} use the same GPU, {device}.",
-    "They take each other's memory and time, and NCCL refuses two ranks on one GPU.",
-    "Show each rank a GPU of its own (--gpus-per-task=1, --gpu-bind), or all of them to each rank.",
-)
-def _shared_gpu(reports: Reports) -> Words:
-    for (host, device), sharing in _grouped(reports, lambda report: (report.host, report.device)).items():
-        if device in sharing[0].gpus and len(sharing) > 1:
-            level = "error" if sharing[0].nccl else "warning"
-            yield {"ranks": _ranks(sharing), "host": host, "device": device, "level": level}
 
 
 @CHECKS.row(

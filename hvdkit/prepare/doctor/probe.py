@@ -176,8 +176,7 @@ def gather(
     }
     devices, extensions = {}, {}
     for name in TITLES:
-        if packages[name].works:
-            stage = f"{name}.devices"
+        if (stage := f"{name}.devices") in outcomes:
             devices[name] = Devices(value(stage).get("build"), tuple(value(stage).get("gpus", ())), failure(stage))
         if packages["horovod"].present:
             stage = f"{name}.extension"

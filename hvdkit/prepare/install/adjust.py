@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import Options
 
-_PATCHES = Path(__file__).parent / "patches"
+PATCHES = Path(__file__).parent / "patches"
 _FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/.+\n", re.MULTILINE)
 _HUNK = re.compile(r"^@@ .*\n", re.MULTILINE)
 
@@ -79,7 +79,7 @@ def parse(name: str, text: str) -> Patch:
 @cache
 def patches() -> tuple[Patch, ...]:
     """All patches, in the order of their numbers."""
-    files = sorted(_PATCHES.glob("*.patch"))
+    files = sorted(PATCHES.glob("*.patch"))
     return tuple(parse(file.stem.partition("-")[2], file.read_text(encoding="utf-8")) for file in files)
 
 
@@ -113,16 +113,6 @@ def apply(tree: Path, chosen: Iterable[Patch]) -> None:
         changed[hunk.file] = text[:start] + hunk.new + text[end:]
     for file, text in changed.items():
         (tree / file).write_text(text, encoding="utf-8", newline="")
-
-
-def describe(options: Options) -> str:
-    """The patches by name, which of them apply to a build and why; what they change is in ``patches/``."""
-    return "\n\n".join(
-        f"  {patch.name}\n"
-        f"    applies: {'yes' if patch.applies(options) else 'no'} (when: {patch.when})\n"
-        f"    why:     {patch.why}"
-        for patch in patches()
-    )
 
 
 def _side(hunk: str, signs: str) -> str:

@@ -81,7 +81,7 @@ def build_wheel(plan: BuildPlan, cache: Cache, progress: InstallProgress, log: P
         download.mkdir()
         tree = unpack(fetch(cache.room("sources"), download, shop.pip), directory)
         adjust.apply(tree, plan.adjustments)
-        progress.say(f"Adjusted the source ({len(plan.adjustments)} changes; 'hvdkit install --explain' lists them)")
+        progress.say(f"Adjusted the source by {len(plan.adjustments)} patches of {adjust.PATCHES}")
         compiled = _compile(shop, tree)
         return cache.put(plan.key, _finish(compiled, plan, shop), plan.key_fields)
 

@@ -51,10 +51,6 @@ class Cache:
     kind: str = "wheels"
     named: bool = False
 
-    def has(self, key: str) -> bool:
-        """Whether there is a file for a key, not verified."""
-        return (self.entry(key) / MANIFEST).is_file()
-
     def get(self, key: str) -> Path | None:
         """The file of a key, None when there is none.
 

@@ -128,7 +128,7 @@ def plan_of_ready(facts: BuildFacts, options: Options, key: str, fields: Mapping
     used, options = _used(facts, options)
     here = json.loads(json.dumps(_run_fields(used)))
     different = [
-        f"{name} {_shown(fields.get(name))}, here {_shown(here[name])}"
+        f"{name} {json.dumps(fields.get(name))}, here {json.dumps(here[name])}"
         for name in here
         if here[name] != fields.get(name)
     ]
@@ -158,15 +158,6 @@ def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
         nccl=facts.nccl if options.gpu != "none" else None,
     )
     return used, replace(options, frameworks=tuple(framework.name for framework in frameworks))
-
-
-def _shown(value: Any) -> str:
-    """A field of the key for people."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_shown(one)}" for name, one in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return " ".join(str(one) for one in value if one not in (None, "", False, True)) or "none"
-    return "none" if value is None else str(value)
 
 
 def build_environ(plan: BuildPlan, environ: Mapping[str, str]) -> dict[str, str]:

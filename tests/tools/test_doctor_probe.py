@@ -195,6 +195,16 @@ def test_drift_is_an_error_when_the_extension_fails(
     assert "extension-torch" not in findings  # one cause, one finding
 
 
+def test_nothing_is_said_of_gpus_where_an_extension_kills_the_process(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path)
+    (tmp_path / "horovod/torch/__init__.py").write_text("import os; os._exit(3)")
+    facts = gather(bare_python, environ)
+    assert facts.extensions["torch"].failure.how == "exit" and facts.devices == {}
+
+
 def test_a_broken_tensorflow_is_not_imported_again_for_keras(
     bare_python: str, packages: Callable[..., dict[str, str]]
 ) -> None:

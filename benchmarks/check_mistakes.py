@@ -231,12 +231,13 @@ def keras_3(text):
         yield from _without_keras_2(text)
 
 
-@mistake("tensorflow-1", "the optimizer becomes one of TensorFlow 1")
-def graphs(text):
-    for call in text.calls("Adam", "SGD", "Adadelta"):
-        if re.match(r"(tf|keras)\.", ast.unparse(call.func)) and "import tensorflow as tf" in text.source:
-            old = ast.parse("tf.compat.v1.train.AdamOptimizer", mode="eval").body
-            yield lambda call=call, old=old: setattr(call, "func", old)
+@mistake("removed", "compile gets an argument of Keras 2")
+def removed_argument(text):
+    for call in text.calls("compile") if "TF_USE_LEGACY_KERAS" not in text.source else []:
+        if any(one.arg == "optimizer" for one in call.keywords):
+            old = ast.keyword("experimental_run_tf_function", ast.Constant(False))
+            yield lambda call=call, old=old: call.keywords.append(old)
+
 
 
 # State ------------------------------------------------------------------------------------------------------------
@@ -429,6 +430,35 @@ def no_set_epoch(text):
 # Steps and metrics ------------------------------------------------------------------------------------------------
 
 
+def _counts(text):
+    """``n // batch // size``: the steps of an epoch."""
+    for node in text.nodes:
+        divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv)
+        by_size = divides and (last(node.right) == "size" or ast.unparse(node.right) == "size")
+        if by_size and isinstance(node.left, (ast.BinOp, ast.Constant)):
+            yield node
+
+
+
+@mistake("steps-not-divided", "the steps of an epoch are not divided by the number of processes")
+def undivided(text):
+    for node in _counts(text):
+        yield lambda node=node: text.replace(node, node.left)
+    for call in text.calls("steps_per_epoch"):
+        if ".fit(" in text.source and len(call.args) >= 2 and "steps_per_epoch=steps" in text.source:
+            count = ast.BinOp(call.args[0], ast.FloorDiv(), call.args[1])
+            yield lambda call=call, count=count: text.replace(call, count)
+
+
+
+@mistake("steps-differ", "the rank is added to the number of steps")
+def differing(text):
+    for node in _counts(text):
+        rank = ast.parse("hvd.rank()", mode="eval").body
+        yield lambda node=node, rank=rank: text.replace(node, ast.BinOp(node, ast.Add(), rank))
+
+
+
 @mistake("metrics-not-averaged", "the mean over the ranks becomes the value of one rank")
 def local_metric(text):
     if not re.search(r"test|eval|accuracy", text.source):
@@ -468,6 +498,17 @@ def every_download(text):
     for node in text.nodes:
         if isinstance(node, (ast.If, ast.With)) and "download=True" in "".join(map(ast.unparse, node.body)):
             yield lambda node=node: text.splice(node, node.body)
+
+
+@mistake("download-without-barrier", "the barrier after the download is taken out")
+def unawaited(text):
+    for call in text.calls("barrier"):
+        statement = text.statement(call)
+        block = text.block(statement)
+        before = block[block.index(statement) - 1] if text.is_statement(call) and block.index(statement) else None
+        if isinstance(before, ast.If) and "download=True" in ast.unparse(before):
+            yield lambda call=call: text.remove(call)
+
 
 
 @mistake("collective-on-some-ranks", "a call of all ranks goes under a condition on the rank")

@@ -1,8 +1,12 @@
-"""Text that may be shown to anybody: without what opens a door."""
+"""Text that may be shown to anybody: without names of this machine and of its users, and without what opens a door."""
 
 from __future__ import annotations
 
+import getpass
 import re
+import socket
+from contextlib import suppress
+from pathlib import Path
 
 _MASK = "***"
 _WORD = (
@@ -37,3 +41,23 @@ def without_secrets(text: str) -> str:
 def variable(name: str, value: str) -> str:
     """The value of an environment variable, masked where its name or its looks say that it is a secret."""
     return without_secrets(f"{name}={value}").partition("=")[2]
+
+
+def without_host_name(text: str) -> str:
+    """A library's message without the name of this machine, so that a report can be shown to anybody."""
+    name = socket.gethostname()
+    for known in (name, name.partition(".")[0]):
+        text = re.sub(rf"\b{re.escape(known)}\b", "HOST", text)
+    return text
+
+
+def without_names(text: str) -> str:
+    """A report without secrets, and without the names of this machine and of users, whose directories bear them."""
+    text = without_host_name(without_secrets(text))
+    with suppress(RuntimeError):  # a user without a home
+        text = re.sub(rf"{re.escape(str(Path.home()))}(?![\w.-])", "~", text)
+    text = re.sub(r"(/home/|/Users/)[^/\s:'\"]+", r"\1USER", text)
+    with suppress(OSError, KeyError):  # a user without a name
+        user = re.escape(getpass.getuser())
+        text = re.sub(rf"(?<=/){user}(?![A-Za-z0-9])|\b{user}(?=@)", "USER", text)
+    return text

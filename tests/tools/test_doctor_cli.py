@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from test_doctor_checks import (
     NOT_LOADED,
+    SOUND,
     TRAINS,
+    built_for,
     extension,
     not_training,
     with_package,
@@ -19,6 +21,7 @@ from test_doctor_checks import (
 
 from hvdkit import cli
 from hvdkit.prepare.doctor.facts import Failure
+from hvdkit.prepare.doctor.host import MpiLauncher
 from hvdkit.prepare.doctor.report import components
 
 TORCH_ALONE = replace(
@@ -104,7 +107,7 @@ def replace_controller(name, *, ok=True):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--timeout", "0"], ["--timeout", "soon"], ["--jsno"], ["extra"]],
+    [["--timeout", "0"], ["--timeout", "soon"], ["--jsno"], ["extra"], ["--report", "--json"], ["--report", "--job"]],
 )
 def test_bad_usage_is_one_sentence_and_exit_status_2(arguments, capsys):
     assert cli.run(["doctor", *arguments]) == 2
@@ -122,3 +125,20 @@ def test_the_command_loads_no_framework(tmp_path):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (result.returncode, result.stdout.strip()) == (0, "")
+
+
+def test_a_report_to_paste_has_no_host_no_user_and_no_colour(facts, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("LOGNAME", "ada")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("socket.gethostname", lambda: "node17")
+    mine = MpiLauncher("/scratch/ada_2/bin/mpirun", "Open MPI", "5.0.11", first_on_path=True)
+    variables = {"HOROVOD_TIMELINE": "/home/ada/t.json on node17", "HOROVOD_AUTOTUNE_LOG": "/home/adam/canada/ada"}
+    variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = "10.0.0.1:5/5ekr1t"
+    facts.append(built_for(replace(SOUND, prefix="/home/ada/env", mpi_launchers=(mine,), environ=variables), "1.0"))
+    assert cli.run(["doctor", "--report"]) == 0
+    said = capsys.readouterr().out
+    assert " in ~/env, Linux" in said and "/scratch/USER_2/bin/mpirun" in said and "warning [drift-torch]" in said
+    assert "HOROVOD_TIMELINE=~/t.json on HOST\n" in said
+    assert "HOROVOD_AUTOTUNE_LOG=/home/USER/canada/USER\n" in said
+    assert "\x1b" not in said and "5ekr1t" not in said

@@ -19,7 +19,7 @@ from hvdkit.prepare.install.here import cache_directory
 TARGETS = [
     Options(gpu, frameworks=tuple(frameworks), plain=plain)
     for frameworks in ({"torch"}, {"tensorflow"}, {"torch", "tensorflow"})
-    for gpu, plain in itertools.product(("none", "nccl"), (False, True))
+    for gpu, plain in itertools.product(("none", "nccl", "mpi"), (False, True))
 ]
 RELEASED = cache_directory() / "sources" / build.SOURCE
 HUNK = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@")

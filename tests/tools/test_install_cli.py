@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.prepare.install.adjust import patches
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,6 +58,7 @@ def test_with_the_compiler_hidden_it_is_one_sentence_and_nothing_is_written(home
         (["--frameworks", "jax"], ["'jax'", "torch, tensorflow"]),
         (["--frameworks", ""], ["no name"]),
         (["--gpu", "rocm"], ["rocm"]),
+        (["--gpu", "mpi", "--without-mpi"], ["--gpu mpi needs MPI"]),
         (["--no-such-option"], ["--no-such-option"]),
         (["extra"], ["extra"]),
     ],
@@ -93,3 +96,16 @@ def test_a_cache_that_cannot_be_made_is_one_sentence(home: Path) -> None:
     (home / "cache").write_text("a file")
     message = one_sentence(install(home, "--frameworks", "torch", "--without-mpi"), 1)
     assert "could not be read or written" in message and "XDG_CACHE_HOME" in message
+
+
+def test_explain_shows_the_plan_and_does_nothing(home: Path) -> None:
+    fake_compilers(home / "empty")
+    done = install(home, "--explain", "--frameworks", "torch", "--without-mpi")
+    assert done.returncode == 0, done.stderr
+    plan = done.stdout.partition("Plan:")[2]
+    assert "PyTorch 9.9.9+cpu" in plan
+    assert "GCC 12.2.0" in plan
+    assert "HOROVOD_WITHOUT_MPI=1" in plan
+    assert "to be installed" in plan
+    assert all(patch.name in done.stdout and patch.why in done.stdout for patch in patches())
+    assert not (home / "cache").exists()

@@ -150,7 +150,7 @@ def test_the_key_changes_with_everything_that_changes_the_binary(what: str) -> N
 
 def test_the_key_changes_with_the_options_and_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = replace(FACTS, frameworks=(CUDA_TORCH,), cuda=CUDA, nccl=PIP_NCCL)
-    keys = {make_plan(facts, options).key for options in (Options(), Options(mpi=False), Options("nccl"))}
+    keys = {make_plan(facts, options).key for options in map(Options, ("none", "nccl", "mpi"))}
     assert len(keys) == 3
     monkeypatch.setattr("hvdkit.prepare.install.adjust.patches", tuple)
     assert make_plan(facts, Options()).key not in keys
@@ -202,6 +202,13 @@ def test_nccl_of_the_system_is_linked_as_it_is(file: str, link: str) -> None:
     assert plan.settings["HOROVOD_NCCL_LINK"] == link
     assert plan.nccl_link is None
     assert ("/usr/lib64" in plan.run_paths["torch"]) == (link == "SHARED")
+
+
+def test_gpu_operations_over_mpi_need_no_nccl() -> None:
+    plan = make_plan(replace(GPU_FACTS, nccl=None), Options("mpi"))
+    assert plan.settings["HOROVOD_GPU_OPERATIONS"] == "MPI"
+    assert "HOROVOD_NCCL_LINK" not in plan.settings
+    assert any("takes GPU memory" in note for note in plan.notes)
 
 
 def test_without_gpu_the_toolkit_is_kept_out_although_it_is_there() -> None:

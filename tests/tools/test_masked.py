@@ -34,3 +34,12 @@ def test_a_secret_is_masked(text, shown):
 )
 def test_everything_else_stays(text):
     assert masked.without_secrets(text) == text
+
+
+def test_users_and_hosts_are_masked(monkeypatch):
+    monkeypatch.setenv("HOME", "/data/ada")
+    monkeypatch.setenv("LOGNAME", "ada")
+    monkeypatch.setattr("socket.gethostname", lambda: "node17.cluster.org")
+    text = "/data/ada/x /data/adam /home/bob/y /Users/bob: ada@node17 at node17.cluster.org, /scratch/ada_2/z"
+    shown = "~/x /data/adam /home/USER/y /Users/USER: USER@HOST at HOST, /scratch/USER_2/z"
+    assert masked.without_names(text) == shown

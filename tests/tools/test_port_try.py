@@ -214,7 +214,7 @@ def test_the_command_says_the_verdict_and_ends_by_it(tmp_path, monkeypatch, capf
     assert "runs only with --try" in capfd.readouterr().err
     monkeypatch.undo()
     path.write_text("print(1)\n")
-    assert cli.run(["port", str(path), "--try"]) == 1
+    assert cli.run(["port", str(path), "--diff", "--try"]) == 1
     assert "Nothing was tried" in capfd.readouterr().err
 
 

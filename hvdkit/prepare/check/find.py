@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from hvdkit.prepare.check import steps
+from hvdkit.prepare.check import find_branches, steps
 from hvdkit.prepare.check.calls import argument, arguments, is_constant, makes_object, method, receiver, word
 from hvdkit.prepare.check.case import Update
 from hvdkit.prepare.check.flow import everything
-from hvdkit.prepare.check.libraries import NUMBERS, SAMPLERS, Role, role
+from hvdkit.prepare.check.libraries import NUMBERS, RANKS, SAMPLERS, TOGETHER, Role, role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -30,6 +30,7 @@ _NUMBER_ARGUMENTS = {
 }  # fmt: skip
 _IN_STEP = "horovod.torch."
 """Whose optimizer averages gradients in ``step``, and not before."""
+_ARITHMETIC = re.compile(r"builtins\.(int|min|max|round)|math\.(ceil|floor)|numpy\.ceil")
 _CLIPS = re.compile(r"(torch|timm)\..*clip_grad")
 
 
@@ -141,6 +142,34 @@ def stale_samplers(case: JudgedCase) -> Iterator[ast.Call]:
                     yield sampler
 
 
+def differing_steps(case: JudgedCase) -> Iterator[int]:
+    """Lines where the number of steps is reckoned from the rank."""
+    for event in case.fits:
+        if _reckons_with_rank(case, argument(event.node, "steps_per_epoch")):
+            yield event.node.lineno
+    loops = {loop for event in case.steps for loop in event.loops if isinstance(loop, ast.For)}
+    for loop in sorted(loops, key=lambda one: one.lineno):
+        for call in case.calls(loop.iter):
+            counts = case.name(call) == "builtins.range" and len(call.args) == 1
+            takes = method(call) == "take" and not case.name(call) and call.args
+            if (counts or takes) and _reckons_with_rank(case, call.args[0]):
+                yield loop.lineno
+
+
+def _reckons_with_rank(case: JudgedCase, node: ast.AST | None) -> bool:
+    """Whether a rank is a term of a number; the length of a rank's part, which may well be equal on all, is not."""
+
+    def terms(one: ast.AST) -> list[ast.AST]:
+        if isinstance(one, ast.Call):
+            return list(one.args) if _ARITHMETIC.fullmatch(case.name(one)) else []
+        if isinstance(one, ast.Name):
+            return case.behind(one)
+        adds_up = isinstance(one, (ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare, ast.BoolOp))
+        return list(ast.iter_child_nodes(one)) if adds_up else []
+
+    return node is not None and any(case.kind(one) in RANKS for one in everything(node, terms))
+
+
 def downloads(case: JudgedCase) -> Iterator[Event]:
     """Downloads that nothing keeps to one rank of a host."""
     waits = [event.order for event in case.having(Role.BARRIER) if case.where(event) == "some ranks"]
@@ -157,6 +186,24 @@ def _downloads(case: JudgedCase, call: ast.Call) -> bool:
     if name.startswith(("os.system", "os.popen", "subprocess.")):
         return any(isinstance(one, ast.Constant) and _FETCHERS.match(str(one.value)) for one in ast.walk(call))
     return name in _FETCHES or (name.startswith(_DATA_SETS) and is_constant(argument(call, "download"), True))
+
+
+def downloads_without_barrier(case: JudgedCase) -> Iterator[Event]:
+    """Downloads on one rank that the next use of the same data set on all ranks does not wait for."""
+    for event in case.events:
+        name = case.name(event.node)
+        lone = event.reached and find_branches.side(case, event) is not None
+        if name in _FETCHES or not lone or not _downloads(case, event.node):
+            continue
+        after = case.events[event.order + 1 :]
+        used = next((one for one in after if case.name(one.node) == name and not _downloads(case, one.node)), None)
+        if used is None or case.where(used) != "every rank":
+            continue
+        between = [one.node for one in after if one.order < used.order]
+        together = any(case.role(call) in (*TOGETHER, Role.INIT) for call in between)
+        unsure = any(case.is_opaque(call) or method(call) in ("sleep", "wait", "exists") for call in between)
+        if not together and not unsure:
+            yield event
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ _ONE = "one"
 _DEEPEST = 9
 
 
-def _side(case: JudgedCase, event: Event) -> tuple[str, Condition] | None:
+def side(case: JudgedCase, event: Event) -> tuple[str, Condition] | None:
     """The ranks that reach an event, and the condition that keeps the others away; None where all may."""
     for guard in event.guards:
         if guard.certain and not guard.wraps and (taken := _takers(case, guard.test, guard.holds)) is not None:
@@ -82,7 +82,7 @@ def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
     callbacks = (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.CHECKPOINT_CALLBACK)
     for event in case.having(*TOGETHER, *callbacks):
         of_group = any(keyword.arg in _GROUPS for keyword in event.node.keywords)
-        if not of_group and (taken := _side(case, event)) is not None:
+        if not of_group and (taken := side(case, event)) is not None:
             called = case.name(event.node) or ast.unparse(event.node.func)
             sides.setdefault(called, set()).add(taken[0])
             found.append((event, called, *taken))

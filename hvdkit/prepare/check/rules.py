@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import find, find_branches, find_metrics
+from hvdkit.prepare.check import find, find_branches, find_metrics, removed
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -144,11 +144,21 @@ RULES = (
         find.horovods_keras_optimizers,
     ),
     Rule(
-        "tensorflow-1",
+        "removed",
         "`{}` is TensorFlow 1's, whose graphs neither hvdkit nor Keras 3 trains",
-        "TensorFlow 2 does not know it, or trains without Keras",
+        "it raises an error, or is ignored",
         "write it as Keras' fit (hvdkit.keras), or as a loop over tf.GradientTape (hvdkit.tensorflow)",
         lambda case: case.of_tensorflow_1,
+    ),
+    *(
+        Rule(
+            "removed",
+            "`{}` was removed: TensorFlow 2 and Keras 3 do not know it",
+            "it raises an error, or is ignored",
+            row.fix,
+            row.find,
+        )
+        for row in removed.REMOVED
     ),
     Rule(
         "broadcast-missing",
@@ -210,6 +220,21 @@ RULES = (
         find.stale_samplers,
     ),
     Rule(
+        "steps-not-divided",
+        "an epoch has as many steps on every rank as it has in one process",
+        "each epoch goes over the data n times, or runs out of them",
+        "divide: steps_per_epoch=n_samples // batch_size // hvd.size(), or hk.steps_per_epoch(n_samples, batch_size, "
+        "world)",
+        _blamed(8),
+    ),
+    Rule(
+        "steps-differ",
+        "the number of steps depends on the rank",
+        "the rank with one step more waits forever for the others",
+        "reckon it from the size alone, the same on every rank",
+        find.differing_steps,
+    ),
+    Rule(
         "metrics-not-averaged",
         "this shows or decides on a metric of one rank's part of the data",
         "the number is that of 1/n of the samples, and another on every rank",
@@ -226,6 +251,18 @@ RULES = (
         find.downloads,
     ),
     Rule(
+        "download-without-barrier",
+        "one rank downloads here and the others do not wait for it",
+        "they look for files that are not there yet",
+        {
+            "ddp": "add torch.distributed.barrier() after the download, on all ranks",
+            "hvdkit torch": "add hvd.barrier() of horovod.torch after the download, on all ranks",
+            "horovod torch": "add hvd.barrier() after the download, on all ranks",
+            "": "add hvd.allgather_object(None) of horovod.tensorflow after the download, on all ranks",
+        },
+        find.downloads_without_barrier,
+    ),
+    Rule(
         "collective-on-some-ranks",
         "`{}` is a call that all ranks make together, on a branch that only some take",
         "the ranks on the branch wait forever for the others",
@@ -237,9 +274,9 @@ RULES = (
 
 
 def examine(case: JudgedCase) -> list[BrokenRule]:
-    """The findings of a script, by line; of one that no library distributes, what TensorFlow 1 alone knows."""
+    """The findings of a script, by line; of one that no library distributes, what was removed since it was written."""
     found: dict[tuple[int, str, str], BrokenRule] = {}
-    for rule in RULES if case.library != "none" else [one for one in RULES if one.name == "tensorflow-1"]:
+    for rule in RULES if case.library != "none" else [one for one in RULES if one.name == "removed"]:
         for place in rule.find(case):
             line, piece = _place(place)
             fix = rule.fix if isinstance(rule.fix, str) else _advice(rule.fix, case)

@@ -20,7 +20,7 @@ from hvdkit.prepare.check.calls import (
 )
 from hvdkit.prepare.check.case import once, over
 from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, SAMPLERS, Role
-from hvdkit.prepare.check.parts import SHARDED, WHOLE, DataCase
+from hvdkit.prepare.check.parts import SHARDED, UNCLEAR, WHOLE, DataCase
 from hvdkit.prepare.check.trace import Event
 
 DONE = "done"
@@ -471,15 +471,18 @@ def has_own_path(case: DataCase, call: ast.Call) -> bool:
 
 
 def _shard(case: DataCase) -> Verdict:
-    parts = case.parts
+    parts, forgotten = case.parts, _undivided_lines(case)
     sharded = [line for part in parts if part.kind == SHARDED for line in part.lines]
     whole = [line for part in parts if part.kind == WHOLE for line in part.lines[:1]]
+    unclear = next((part for part in parts if part.kind == UNCLEAR), None)
+    if whole and forgotten and not sharded:
+        return _undecided(f"not sharded; random draws would do, with the steps of line {forgotten[0]} divided")
     if whole:
         return _missing(whole)
     if sharded:
         return _done(sharded)
-    for part in parts:
-        return _undecided(f"not sharded in this text, and {part.why}")
+    if unclear is not None:
+        return _undecided(f"not sharded in this text, and {unclear.why}")
     anywhere = case.lines([*case.having(Role.SHARD), *case.named(*SAMPLERS)])
     for node in (one for one in case.nodes if isinstance(one, ast.Subscript)):  # ``x[rank::size]``
         kinds = case.kinds(node.slice)
@@ -492,25 +495,67 @@ def _shard(case: DataCase) -> Verdict:
 
 def _steps_per_epoch(case: DataCase) -> Verdict:
     """Whether the steps of an epoch are divided by the number of processes, or follow from the parts."""
-    divided = []
-    for event in case.fits:
-        steps = [argument(event.node, "steps_per_epoch"), argument(event.node, "epochs")]
-        divided += [event.node.lineno] if case.has_size(*steps, through=True) else []
+    if forgotten := _undivided_lines(case):
+        return _missing(forgotten)
+    divided = [event.node.lineno for event in case.fits if _divides_fit(case, event)]
     for loop in case.training_loops:  # ``dataset.take(n // size)`` and ``range(n // size)``
         for call in case.calls(*over(loop), through=True):
             counts = method(call) == "take" or case.name(call) in ("builtins.range", "itertools.islice")
             divided += [call.lineno] if counts and case.has_size(*call.args) else []
     if divided:
         return _done(divided)
-    kinds = {part.kind for part in case.parts}
-    if kinds == {SHARDED} and all(part.balanced for part in case.parts):
-        lines = [line for part in case.parts for line in part.lines[:1]]
-        return _not_needed("every rank's part has the same number of batches", lines)
+    parts = case.parts
+    if parts and all(part.kind == SHARDED and part.balanced for part in parts):
+        return _not_needed(
+            "every rank's part has the same number of batches", [line for part in parts for line in part.lines[:1]]
+        )
+    kinds = {part.kind for part in parts}
     if WHOLE in kinds:
         return _missing((), "an epoch is the whole data set on every rank; sharding it (step 7) divides the steps")
     if SHARDED in kinds:
         return _undecided("the parts may differ by a sample, and one batch more on one rank makes it wait forever")
     return _undecided("how many steps make an epoch the text does not show")
+
+
+def _undivided_lines(case: DataCase) -> list[int]:
+    """The lines that count steps and forget to divide them by the number of processes."""
+    fits = [event.node.lineno for event in case.fits if _undivided_fit(case, event)]
+    return fits + [line for loop in case.training_loops for line in _undivided_loop(case, loop)]
+
+
+def _undivided_fit(case: DataCase, event: Event) -> bool:
+    """Whether ``steps_per_epoch`` counts the samples of the whole data set on every rank."""
+    steps, part = argument(event.node, "steps_per_epoch"), case.fit_part(event)
+    if steps is None or is_constant(steps, None) or is_constant(steps, 1) or part.kind == UNCLEAR:
+        return False
+    if _divides_fit(case, event) or case.hidden(steps, through=True) or case.shard_lines(steps):
+        return False
+    return _is_counted(case, steps) or (part.kind == WHOLE and isinstance(steps, ast.Constant))
+
+
+def _divides_fit(case: DataCase, event: Event) -> bool:
+    return case.has_size(argument(event.node, "steps_per_epoch"), argument(event.node, "epochs"), through=True)
+
+
+def _is_counted(case: DataCase, steps: ast.expr) -> bool:
+    """Samples divided by something, such as a batch: a count of all samples, not a number that somebody chose."""
+    reached = case.reach(steps)
+    return any(isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv)) for node in reached)
+
+
+def _undivided_loop(case: DataCase, loop: ast.AST) -> list[int]:
+    """``dataset.repeat().take(n // batch)``: n times through a part, or all the random draws of one process."""
+    calls = [call for call in case.calls(*over(loop), through=True) if not case.name(call)]
+    methods = {method(call) for call in calls}
+    kind = case.loop_part(loop, case.training_loops[loop]).kind
+    takes = [call for call in calls if method(call) == "take" and call.args]
+    if kind == SHARDED and "repeat" in methods:
+        takes = [call for call in takes if _is_counted(case, call.args[0]) and not case.shard_lines(call.args[0])]
+    elif kind != WHOLE or "shuffle" not in methods:
+        return []
+    takes = [one for one in takes if not is_constant(one.args[0], 1)]  # a first step, for what is made by it
+    seen = [one for one in takes if not case.hidden(one.args[0], through=True)]
+    return [one.lineno for one in seen if not case.has_size(one.args[0], through=True)]
 
 
 # The table ------------------------------------------------------------------------------------------------------------

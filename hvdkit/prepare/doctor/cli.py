@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
 import click
+from rich.console import Console
 
+from hvdkit.common import masked
 from hvdkit.common.commands import JSON, time_limit
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import job as ranks
 from hvdkit.prepare.doctor.checks import CHECKS
-from hvdkit.prepare.doctor.finding import has_errors
+from hvdkit.prepare.doctor.finding import WIDEST, has_errors
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
 from hvdkit.prepare.doctor.report import page, report_of
 
 
 @click.command()
 @JSON
+@click.option(
+    "--report",
+    is_flag=True,
+    help="Print the text to be pasted: without colours, host and user names, tokens and keys.",
+)
 @click.option("--job", is_flag=True, help="Inside a job, on every rank: can its ranks train together?")
 @click.option("--report-to", type=click.Path(file_okay=False, exists=True, path_type=Path), hidden=True)
 @time_limit(
     DEFAULT_SECONDS,
     "Time limit of each import, and with --job for all ranks to join; raise it on a slow network file system.",
 )
-def doctor(json_: bool, job: bool, report_to: Path | None, timeout: float) -> int:
+def doctor(json_: bool, report: bool, job: bool, report_to: Path | None, timeout: float) -> int:
     """Report what is installed, what does not fit together and how to fix it.
 
     Looks at the environment that `hvdkit` itself runs in. It imports each framework, Horovod and mpi4py in a process of
@@ -47,6 +56,7 @@ def doctor(json_: bool, job: bool, report_to: Path | None, timeout: float) -> in
     \b
     Examples:
       hvdkit doctor
+      hvdkit doctor --report
       hvdkit doctor --json > doctor.json
       srun hvdkit doctor --job
       mpirun -n 4 hvdkit doctor --job --json > job.json
@@ -57,9 +67,18 @@ def doctor(json_: bool, job: bool, report_to: Path | None, timeout: float) -> in
     Exit status: 0 without errors, 1 with an error, 2 for bad usage.
     """
     if job or report_to:
+        if report:
+            raise InvalidArgumentError("--report is about one machine; leave it or --job out.")
         return ranks.examine_job(timeout, as_json=json_, report_to=report_to)
+    if json_ and report:
+        raise InvalidArgumentError("--json and --report are two forms of one report; give one of them.")
     facts = gather(seconds=timeout)
     findings = CHECKS.examine(facts)
-    width = shutil.get_terminal_size().columns
-    page(facts, findings, width).print("json" if json_ else None, report_of(facts, findings))
+    if report:
+        text = io.StringIO()
+        page(facts, findings, WIDEST).show(Console(file=text, width=2 * WIDEST, color_system=None, highlight=False))
+        click.echo(masked.without_names(text.getvalue()), nl=False)
+    else:
+        width = shutil.get_terminal_size().columns
+        page(facts, findings, width).print("json" if json_ else None, report_of(facts, findings))
     return 1 if has_errors(findings) else 0

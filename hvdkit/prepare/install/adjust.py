@@ -26,7 +26,7 @@ CONDITIONS: dict[str, Callable[[Options], bool]] = {
     "built for PyTorch": lambda options: "torch" in (options.frameworks or ()),
     "built for TensorFlow": lambda options: "tensorflow" in (options.frameworks or ()),
     "--gpu none": lambda options: options.gpu == "none",
-    "--gpu nccl": lambda options: options.gpu != "none",
+    "--gpu nccl or mpi": lambda options: options.gpu != "none",
     "without --plain": lambda options: not options.plain,
 }
 """What the head of a patch says after ``When:``, with commas between several that all must hold."""
@@ -113,6 +113,16 @@ def apply(tree: Path, chosen: Iterable[Patch]) -> None:
         changed[hunk.file] = text[:start] + hunk.new + text[end:]
     for file, text in changed.items():
         (tree / file).write_text(text, encoding="utf-8", newline="")
+
+
+def describe(options: Options) -> str:
+    """The patches by name, which of them apply to a build and why; what they change is in ``patches/``."""
+    return "\n\n".join(
+        f"  {patch.name}\n"
+        f"    applies: {'yes' if patch.applies(options) else 'no'} (when: {patch.when})\n"
+        f"    why:     {patch.why}"
+        for patch in patches()
+    )
 
 
 def _side(hunk: str, signs: str) -> str:

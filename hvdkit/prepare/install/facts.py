@@ -51,7 +51,7 @@ class Options:
     """What the user asked for.
 
     Attributes:
-        gpu: "none" or "nccl".
+        gpu: "none", "nccl" or "mpi".
         mpi: build with MPI as well as Gloo.
         frameworks: names, or None for every one that is found.
         plain: leave out the changes that only make Horovod faster.

@@ -83,6 +83,7 @@ def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
     """Decide how Horovod is built here.
 
     Raises:
+        InvalidArgumentError: the options contradict each other.
         InstallError: something is missing; one sentence with the command that fixes it.
     """
     used, options = _used(facts, options)
@@ -148,6 +149,7 @@ def plan_of_ready(facts: BuildFacts, options: Options, key: str, fields: Mapping
 
 def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
     """What of the facts the options ask for, and the options with the frameworks that this is."""
+    requirements.check_options(options)
     requirements.check_environment(facts)
     frameworks = requirements.chosen_frameworks(facts, options)
     used = replace(
@@ -155,7 +157,7 @@ def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
         frameworks=frameworks,
         mpi=facts.mpi if options.mpi else None,
         cuda=facts.cuda if options.gpu != "none" else None,
-        nccl=facts.nccl if options.gpu != "none" else None,
+        nccl=facts.nccl if options.gpu == "nccl" else None,
     )
     return used, replace(options, frameworks=tuple(framework.name for framework in frameworks))
 
@@ -312,3 +314,5 @@ def _notes(facts: BuildFacts, options: Options) -> Iterable[str]:
                 f"{framework.name} {framework.version} is a GPU build; with --gpu none Horovod reduces CPU tensors "
                 "only, --gpu nccl is for tensors on GPUs."
             )
+    if options.gpu == "mpi":
+        yield "--gpu mpi needs an MPI that takes GPU memory, which is not looked for."

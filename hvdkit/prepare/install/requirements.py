@@ -12,7 +12,7 @@ from hvdkit.prepare.install.facts import (
     Options,
 )
 
-GPU_OPERATIONS = ("none", "nccl")
+GPU_OPERATIONS = ("none", "nccl", "mpi")
 BUILD_BYTES = 1 << 30
 """Free space that a build wants, in bytes."""
 
@@ -29,6 +29,16 @@ def parse_frameworks(text: str) -> tuple[str, ...]:
         got = f"the unknown framework {unknown[0]!r}" if unknown else "no name"
         raise InvalidArgumentError(f"--frameworks has {got}; expected one or both of {', '.join(TITLES)}.")
     return tuple(name for name in TITLES if name in names)
+
+
+def check_options(options: Options) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        InvalidArgumentError: GPU operations over an MPI that is not built.
+    """
+    if options.gpu == "mpi" and not options.mpi:
+        raise InvalidArgumentError("--gpu mpi needs MPI; leave out --without-mpi, or use --gpu nccl.")
 
 
 def check_environment(facts: BuildFacts) -> None:
@@ -139,11 +149,12 @@ def check_gpu(facts: BuildFacts, options: Options) -> None:
     """
     if options.gpu == "none":
         return
+    flag = f"--gpu {options.gpu}"
     for framework in facts.frameworks:
         if framework.cuda is None:
             raise InstallError(
-                f"--gpu nccl needs CUDA and {TITLES[framework.name]} {framework.version} is a build without: install "
-                "its CUDA build, leave it out with --frameworks, or use --gpu none."
+                f"{flag} needs CUDA and {TITLES[framework.name]} {framework.version} is a build without: install its "
+                "CUDA build, leave it out with --frameworks, or use --gpu none."
             )
     if facts.cuda is None:
         raise InstallError(
@@ -156,7 +167,7 @@ def check_gpu(facts: BuildFacts, options: Options) -> None:
                 f"{TITLES[framework.name]} was built with CUDA {framework.cuda} and the toolkit in {facts.cuda.home} "
                 f"is CUDA {facts.cuda.version}: set CUDA_HOME to a toolkit of the same major version."
             )
-    if facts.nccl is None:
+    if options.gpu == "nccl" and facts.nccl is None:
         raise InstallError(
             "--gpu nccl needs NCCL and no nccl.h with its library was found (looked at NCCL_HOME, pip's packages, "
             f"{facts.cuda.home} and /usr): 'pip install nvidia-nccl-cu{facts.cuda.version.partition('.')[0]}'."

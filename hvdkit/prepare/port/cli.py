@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,12 +13,15 @@ import click
 from hvdkit.common import files
 from hvdkit.common.commands import time_limit
 from hvdkit.prepare.port import edits, run
+from hvdkit.prepare.port.run import Ported
 
 
 @click.command()
 @click.argument("script", metavar="SCRIPT.py")
 @click.argument("arguments", metavar="[-- ARGUMENT ...]", nargs=-1)
 @click.option("-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="Write the ported script there.")
+@click.option("--in-place", is_flag=True, help="Overwrite SCRIPT.py with the ported script.")
+@click.option("--diff", is_flag=True, help="Show what changes, as a unified diff, and write nothing.")
 @click.option("--try", "try_", is_flag=True, help="Run both scripts for some steps, and compare their weights.")
 @click.option(
     "--try-steps", type=click.IntRange(1, 1000), default=5, show_default=True, metavar="N", help="Steps of --try."
@@ -26,6 +32,8 @@ def port(
     arguments: tuple[str, ...],
     *,
     output: Path | None,
+    in_place: bool,
+    diff: bool,
     try_: bool,
     try_steps: int,
     try_timeout: float,
@@ -46,25 +54,35 @@ def port(
 
     \b
     Examples:
-      hvdkit port train.py | diff -u train.py -
+      hvdkit port train.py --diff
       hvdkit port train.py -o train_hvdkit.py
       hvdkit port train.py -o train_hvdkit.py --try -- --batch-size 16
 
-    Without -o the script goes to standard output, and the report to standard error.
+    Without -o or --in-place the script goes to standard output, and the report to standard error.
 
     Exit status: 0 where no place is left to write by hand and --try finds no difference, 1 otherwise, 2 for bad usage,
     such as a file that is not Python. A step that the text leaves open is a note.
     """
+    if (output is not None) + in_place + diff > 1:
+        raise click.UsageError("give one of -o, --in-place and --diff")
     if arguments and not try_:
         raise click.UsageError(f"{arguments[0]!r} is an argument of the script, which runs only with --try")
     ported = run.port(edits.read(script))
-    if output is not None:
+    if diff:
+        _show_diff(ported)
+    elif in_place:
+        path = Path(script).resolve()
+        mode = path.stat().st_mode
+        with files.replacing(path) as file:
+            file.write(ported.after)
+        path.chmod(mode)
+    elif output is not None:
         with files.replacing(output, Path(script)) as file:
             file.write(ported.after)
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(ported.after)
-    told = output is not None
+    told = in_place or output is not None
     click.echo(ported.as_text(), err=not told)
     equal = True
     if try_:
@@ -75,3 +93,11 @@ def port(
         click.echo(tried.as_text(), err=not told)
         equal = tried.ok
     return 1 if ported.left or not equal else 0
+
+
+def _show_diff(ported: Ported) -> None:
+    before, after = (re.findall(rb".*\n|.+", one) for one in (ported.before.content, ported.after))
+    path = os.fsencode(ported.before.path)
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, path, path)
+    ended = (one if one.endswith(b"\n") else one + b"\n\\ No newline at end of file\n" for one in lines)
+    click.echo(b"".join(ended), nl=False)

@@ -10,7 +10,7 @@ from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
-_NOT_IN_3 = {"workers", "use_multiprocessing", "max_queue_size", "decay", "period"}
+_NOT_IN_3 = {"workers", "use_multiprocessing", "max_queue_size"}
 
 
 def port(plan: PortPlan) -> None:
@@ -22,14 +22,6 @@ def port(plan: PortPlan) -> None:
     plan.each(_rate, (one for one in case.events if case.is_keras_optimizer(one.node)))
     plan.each(_generator, case.methods("fit_generator", "evaluate_generator", "predict_generator"))
     plan.each(_file_of, case.named("keras.callbacks.ModelCheckpoint"))
-    for event in case.events:
-        of_keras = case.name(event.node).startswith("keras.") or method(event.node).startswith(("fit", "evaluate"))
-        for keyword in event.node.keywords if of_keras else ():
-            if keyword.arg in _NOT_IN_3:
-                plan.leave(keyword.value, f"Keras 3 does not take {keyword.arg}= here", "leave it out")
-    for module, line in case.imported.items():
-        if module == "keras.preprocessing.image":
-            plan.leave(line, f"Keras 3 has no {module}", "import it from tensorflow.keras.preprocessing.image")
 
 
 def _compile(plan: PortPlan, event: Event) -> None:

@@ -5,19 +5,19 @@ import horovod.tensorflow.keras as hvd
 from keras.preprocessing.image import ImageDataGenerator
 
 hvd.init()
-config = tf.ConfigProto()
+config = tf.ConfigProto()  # finds: removed
 config.gpu_options.visible_device_list = str(hvd.local_rank())
-tf.keras.backend.set_session(tf.Session(config=config))
+tf.keras.backend.set_session(tf.Session(config=config))  # finds: removed
 (images, labels), _ = tf.keras.datasets.mnist.load_data(path="mnist-%d.npz" % hvd.rank())
 images = images[..., tf.newaxis] / 255.0
 model = models.Sequential([layers.Flatten(), layers.Dense(10, activation="softmax")])
 scaled_lr = 0.001 * hvd.size()
-opt = tf.optimizers.Adadelta(lr=scaled_lr)
+opt = tf.optimizers.Adadelta(lr=scaled_lr)  # finds: removed
 opt = hvd.DistributedOptimizer(opt)  # finds: keras-3-optimizer
 model.compile(
     loss="sparse_categorical_crossentropy",
     optimizer=opt,
-    experimental_run_tf_function=False,
+    experimental_run_tf_function=False,  # finds: removed
 )
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -25,10 +25,10 @@ callbacks = [
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3),
 ]
 if hvd.rank() == 0:
-    callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5", period=5))
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5", period=5))  # finds: removed
     callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))
-turned = ImageDataGenerator(rotation_range=8)
-model.fit_generator(
+turned = ImageDataGenerator(rotation_range=8)  # finds: removed
+model.fit_generator(  # finds: removed
     turned.flow(images, labels, batch_size=128),
     steps_per_epoch=500 // hvd.size(),
     callbacks=callbacks,

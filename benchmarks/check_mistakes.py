@@ -239,7 +239,6 @@ def removed_argument(text):
             yield lambda call=call, old=old: call.keywords.append(old)
 
 
-
 # State ------------------------------------------------------------------------------------------------------------
 
 
@@ -439,7 +438,6 @@ def _counts(text):
             yield node
 
 
-
 @mistake("steps-not-divided", "the steps of an epoch are not divided by the number of processes")
 def undivided(text):
     for node in _counts(text):
@@ -450,13 +448,11 @@ def undivided(text):
             yield lambda call=call, count=count: text.replace(call, count)
 
 
-
 @mistake("steps-differ", "the rank is added to the number of steps")
 def differing(text):
     for node in _counts(text):
         rank = ast.parse("hvd.rank()", mode="eval").body
         yield lambda node=node, rank=rank: text.replace(node, ast.BinOp(node, ast.Add(), rank))
-
 
 
 @mistake("metrics-not-averaged", "the mean over the ranks becomes the value of one rank")
@@ -508,7 +504,6 @@ def unawaited(text):
         before = block[block.index(statement) - 1] if text.is_statement(call) and block.index(statement) else None
         if isinstance(before, ast.If) and "download=True" in ast.unparse(before):
             yield lambda call=call: text.remove(call)
-
 
 
 @mistake("collective-on-some-ranks", "a call of all ranks goes under a condition on the rank")

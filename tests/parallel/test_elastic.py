@@ -86,16 +86,3 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, 
     if framework == "torch":  # here the root was killed, and another one writes
         last = CheckpointDirectory(tmp_path / "run").latest()
         assert last.step == ranks[0]["step"] // COMMIT_EVERY * COMMIT_EVERY and last.metadata["size_then"] == 2
-
-
-def test_a_host_without_slots_takes_the_ranks_of_ppn(ranks_command, tmp_path):
-    """As the script of Kubernetes' MPI Operator prints hosts."""
-    hosts = tmp_path / "hosts.sh"
-    hosts.write_text("#!/bin/sh\necho localhost\n")
-    hosts.chmod(0o755)
-    launch = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--ppn", "2", "--min-np", "1"]
-    command = [*launch, "--host-discovery-script", str(hosts), "--", "sh", "-c", "echo $HOROVOD_RANK of $HOROVOD_SIZE"]
-    environment = ranks_command(1, "gloo")[1]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(line[-6:] for line in done.stdout.splitlines()) == ["0 of 2", "1 of 2"]

@@ -107,7 +107,7 @@ def test_settings_that_are_slower_beyond_noise_get_no_fresh_runs():
     machine = Machine(0, dict.fromkeys(candidates, 20.0))
     found = searched(machine)
     assert found.finalists == ()
-    assert len(machine.ran) == 1 + 9 * 2 + 5 * 4
+    assert len(machine.ran) == found.effort.jobs(8) - 3 * 8 == 1 + 9 * 4
     assert "Every setting was slower than the default" in report.verdict(found)
 
 
@@ -126,14 +126,6 @@ def test_a_lucky_default_in_the_runs_that_select_does_not_hide_a_gain():
     assert found.best() == FAST
 
 
-def test_halving_keeps_the_better_half_and_runs_it_more_often():
-    machine = Machine(0, {FAST: 8.0})
-    found = searched(machine)
-    runs = sorted((len(found.screening.seconds(setting)) for setting in found.candidates), reverse=True)
-    assert runs == [6] * 4 + [2] * 4
-    assert len(machine.ran) <= found.effort.jobs(8)
-
-
 def test_every_round_has_the_default_and_its_own_order():
     machine = Machine(0, {FAST: 8.0})
     searched(machine)
@@ -142,15 +134,8 @@ def test_every_round_has_the_default_and_its_own_order():
     assert first != second
 
 
-def test_the_same_seed_runs_the_same_jobs():
-    first, second = Machine(3), Machine(3)
-    searched(first, 7), searched(second, 7)
-    assert first.ran == second.ran
-
-
 def test_wall_time_is_compared_where_there_is_no_closing_line():
     assert searched(Machine(0, {FAST: 5.0}, closing=False)).measure == WALL_TIME
-    assert searched(Machine(0, {FAST: 5.0}), wall=True).measure == WALL_TIME
     assert searched(Machine(0, {FAST: 5.0})).measure == CLOSING_LINE
 
 
@@ -181,7 +166,7 @@ def test_a_default_that_fails_later_ends_it_too():
     assert machine.ran.count(DEFAULT) == 5
 
 
-@pytest.mark.parametrize("fails_from", [2, 5, 10], ids=["in the first rung", "in the second", "in the fresh runs"])
+@pytest.mark.parametrize("fails_from", [2, 10], ids=["in the runs that select", "in the fresh runs"])
 def test_a_setting_that_fails_once_is_not_adopted_however_fast(fails_from):
     machine = Machine(0, {FAST: 5.0}, fails=[FAST])
     machine.fails_from = fails_from
@@ -190,8 +175,7 @@ def test_a_setting_that_fails_once_is_not_adopted_however_fast(fails_from):
     assert FAST in found.failures
     assert found.best() != FAST
     assert FAST not in found.confirmed()
-    if fails_from < 7:
-        assert FAST not in found.finalists
+    assert (FAST in found.finalists) == (fails_from == 10)
 
 
 def test_all_settings_failing_leaves_the_defaults():

@@ -7,7 +7,7 @@ can only be measured, over many short jobs, with statistics that do not take noi
 ::
 
     run/trials ─── what this machine and the command leave to choose; one job through ``hvdkit launch``, its seconds
-       └── search  which jobs, in which order: successive halving, then fresh runs of the finalists; speed-ups
+       └── search  which jobs, in which order: some that select, then fresh runs of the finalists; speed-ups
     report ─────── the outcome as text, as JSON and as a file
     cli            what is typed, and what is seen while it runs
 

@@ -10,47 +10,16 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, seconds_above_0, with_options
 from hvdkit.errors import HvdkitError, require_scipy
 from hvdkit.run import trials
 from hvdkit.run.launch import options
-from hvdkit.run.launch.tuned import MIB, Tuned
+from hvdkit.run.launch.tuned import MIB
 from hvdkit.run.trials import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Launch, Space, ToldToEnd, ended_by_signals, label
 from hvdkit.run.tune import report
-from hvdkit.run.tune.search import Effort, Search, SearchWatcher
-
-
-class ShownSearch(SearchWatcher):
-    """Tells what happens, line by line, and on a terminal also what is running now."""
-
-    def __init__(self, console: Console, jobs: int) -> None:
-        self._console = console
-        self._jobs = jobs
-        self._status = console.status("starting")
-        self._stage = ""
-
-    def __enter__(self) -> ShownSearch:
-        if self._console.is_terminal:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
-
-    def begins(self, stage: str, setting: Tuned, job: int) -> None:
-        """Show the job that runs now on a terminal; elsewhere, such as in a log, a line for each round."""
-        if self._console.is_terminal:
-            self._status.update(f"job {job} of at most {self._jobs}: {label(setting)} ({stage})")
-        elif stage != self._stage:
-            self.says(f"{stage}; job {job} of at most {self._jobs}")
-        self._stage = stage
-
-    def says(self, sentence: str) -> None:
-        """Print a line."""
-        self._console.print(f"hvdkit tune: {sentence}", soft_wrap=True)
+from hvdkit.run.tune.search import Effort, Search
 
 
 def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[..., tuple[float, ...] | None]:
@@ -118,9 +87,9 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
 @click.option(
     "--repeats",
     type=AT_LEAST_1,
-    default=2,
+    default=4,
     metavar="R",
-    help="Runs of each setting before the first half is dropped; twice as many before the next, and so on.",
+    help="Runs of each setting that select the two best.",
 )
 @click.option(
     "--confirmations",
@@ -135,9 +104,6 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     callback=seconds_above_0,
     metavar="S",
     help="Time limit in seconds; no job starts that would end after it.",
-)
-@click.option(
-    "--wall", is_flag=True, help="Compare the wall time of whole jobs, even if the program prints a step rate."
 )
 @click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the order of the jobs.")
 @with_options([options.OPTIONS[name] for name in ("ppn", "depth", "hosts", "hostfile", "variables")])
@@ -155,7 +121,6 @@ def tune(
     repeats: int,
     confirmations: int,
     budget: float | None,
-    wall: bool,
     seed: int,
     want_json: bool,
     **where: Any,
@@ -185,7 +150,7 @@ def tune(
     if not candidates:
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
     effort = Effort(repeats, confirmations, budget_s=budget)
-    search = Search(candidates, Launch(n, command, found.options), effort, rng, wall)
+    search = Search(candidates, Launch(n, command, found.options), effort, rng, say=_say)
     subject = report.TunedJob(n, command, found.describe(), found.facts.cores, seed, found.notes())
     status = _run(search, subject)
     if want_json:
@@ -197,13 +162,16 @@ def tune(
     return status
 
 
+def _say(sentence: str) -> None:
+    click.echo(f"hvdkit tune: {sentence}", err=True)
+
+
 def _run(search: Search, subject: report.TunedJob) -> int:
     """Run the search; 0, or 128 and the number of the signal that ended it."""
-    console = Console(stderr=True, highlight=False, markup=False)
-    with ended_by_signals(), ShownSearch(console, search.effort.jobs(len(search.candidates))) as search.watcher:
-        search.watcher.says(f"trying {len(search.candidates)} settings: {'; '.join(map(label, search.candidates))}")
-        for note in subject.notes:
-            search.watcher.says(note)
+    _say(f"trying {len(search.candidates)} settings: {'; '.join(map(label, search.candidates))}")
+    for note in subject.notes:
+        _say(note)
+    with ended_by_signals():
         try:
             search.go()
         except ToldToEnd as ended:

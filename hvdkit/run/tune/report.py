@@ -39,51 +39,60 @@ class TunedJob(Part, frozen=True):
 
 def verdict(search: Search, *, interrupted: bool = False) -> str:
     """What follows, in a few sentences."""
+    leader = search.leader()
+    if leader is None:
+        so_far = "Nothing can be compared yet."
+    elif leader[1] <= 1:
+        so_far = f"Best so far are the defaults; next, unconfirmed: {label(leader[0])}, {leader[1]:.3f} times as fast."
+    else:
+        so_far = f"Best so far, unconfirmed: {label(leader[0])}, {leader[1]:.3f} times as fast as the default."
     if interrupted:
-        return f"Interrupted: nothing is adopted and no file is written. {_so_far(search)}"
+        return f"Interrupted: nothing is adopted and no file is written. {so_far}"
     best = search.best()
     if best is not None:
         found = search.confirmed()[best]
         return f"Adopted: {label(best)}, {found.ratio:.3f} times as fast as the default ({_interval(found)})."
-    return f"{_nothing_adopted(search)} What costs a step time, hvdkit launch --explain-job says."
-
-
-def _nothing_adopted(search: Search) -> str:
+    unsettled = [found for found in search.confirmed().values() if found.high > 1]
     if search.candidates and len(search.failures) == len(search.candidates):
-        return "Every setting but the default failed: the defaults stay."
-    if not search.finalists and not search.budget_ended:
-        return "Every setting was slower than the default beyond noise: the defaults stay."
-    if not search.confirmed() and search.budget_ended:
-        return (
-            "Could not tell: the budget was up before any setting could be confirmed. The defaults stay. "
-            f"{_so_far(search)}"
-        )
-    open_ = [found for found in search.confirmed().values() if found.high > 1]
-    if open_ and (search.budget_ended or not all(math.isfinite(found.high) for found in open_)):
-        pairs = min(found.pairs for found in open_)
-        return (
+        said = "Every setting but the default failed: the defaults stay."
+    elif not search.finalists and not search.budget_ended:
+        said = "Every setting was slower than the default beyond noise: the defaults stay."
+    elif not search.confirmed() and search.budget_ended:
+        said = f"Could not tell: the budget was up before any setting could be confirmed. The defaults stay. {so_far}"
+    elif unsettled and (search.budget_ended or not all(math.isfinite(found.high) for found in unsettled)):
+        pairs = min(found.pairs for found in unsettled)
+        said = (
             f"Could not tell: {'one pair' if pairs == 1 else f'{pairs} pairs'} of fresh runs of "
-            f"{search.effort.confirmations} leave open whether a setting is better. The defaults "
-            f"stay. {_so_far(search)}"
+            f"{search.effort.confirmations} leave open whether a setting is better. The defaults stay. {so_far}"
         )
-    return "No setting is better than the default beyond noise: the defaults stay."
+    else:
+        said = "No setting is better than the default beyond noise: the defaults stay."
+    return f"{said} What costs a step time, hvdkit launch --explain-job says."
 
 
 def text(search: Search, subject: TunedJob, *, interrupted: bool = False) -> str:
     """The outcome for a reader."""
     lines = [f"Verdict: {verdict(search, interrupted=interrupted)}", ""]
+    measured = {"": "nothing was measured", CLOSING_LINE: "measured: 'Total time' of the closing line"}
+    what = measured.get(search.measure, "measured: wall time of the whole job")
     lines.append(f"{subject.ranks} ranks of: {' '.join(subject.command)}")
-    lines += [f"default: {subject.default}; {_measure(search)}", *subject.notes, ""]
+    lines += [f"default: {subject.default}; {what}", *subject.notes, ""]
     width = max(len(label(setting)) for setting in (DEFAULT, *search.candidates))
     lines.append(f"{'setting':{width}}  runs  median s  speed-up in the runs that select")
     by_speedup = sorted(search.candidates, key=lambda setting: -(search.screening.ratio(setting) or 0.0))
     for setting in (DEFAULT, *by_speedup):
         seconds = [*search.screening.seconds(setting), *search.confirming.seconds(setting)]
         median = f"{statistics.median(seconds):.3f}" if seconds else "-"
-        lines.append(f"{label(setting):{width}}  {len(seconds):4}  {median:>8}  {_selected(search, setting)}".rstrip())
+        ratio = None if setting == DEFAULT else search.screening.ratio(setting)
+        words = ["1"] if setting == DEFAULT else [] if ratio is None else [f"{ratio:.3f}"]
+        words += ["finalist"] if setting in search.finalists else []
+        words += ["failed"] if setting in search.failures else []
+        lines.append(f"{label(setting):{width}}  {len(seconds):4}  {median:>8}  {', '.join(words)}".rstrip())
     confirmed = search.confirmed()
     if confirmed:
-        lines += ["", f"Fresh runs of the finalists ({_explained(len(search.finalists))}):"]
+        how = f"default / setting, paired by round, {share_text(CONFIDENCE)} Student t of the log ratios"
+        how += f" for the {len(search.finalists)} together, Bonferroni" if len(search.finalists) > 1 else ""
+        lines += ["", f"Fresh runs of the finalists ({how}):"]
         lines += [
             f"{label(setting):{width}}  {found.ratio:.3f}  {_interval(found)}, {found.pairs} pairs"
             for setting, found in confirmed.items()
@@ -226,37 +235,5 @@ def _measured(search: Search, subject: TunedJob, *, interrupted: bool = False) -
     )
 
 
-def _selected(search: Search, setting: Tuned) -> str:
-    if setting == DEFAULT:
-        return "1"
-    ratio = search.screening.ratio(setting)
-    words = [] if ratio is None else [f"{ratio:.3f}"]
-    words += ["finalist"] if setting in search.finalists else []
-    words += ["failed"] if setting in search.failures else []
-    return ", ".join(words)
-
-
-def _measure(search: Search) -> str:
-    if not search.measure:
-        return "nothing was measured"
-    what = "'Total time' of the closing line" if search.measure == CLOSING_LINE else "wall time of the whole job"
-    return f"measured: {what}"
-
-
-def _explained(finalists: int) -> str:
-    alone = f"default / setting, paired by round, {share_text(CONFIDENCE)} Student t of the log ratios"
-    return alone if finalists == 1 else f"{alone} for the {finalists} together, Bonferroni"
-
-
 def _interval(found: Speedup) -> str:
     return f"interval {found.low:.3f} to {found.high:.3f}"
-
-
-def _so_far(search: Search) -> str:
-    leader = search.leader()
-    if leader is None:
-        return "Nothing can be compared yet."
-    setting, ratio = leader
-    if ratio <= 1:
-        return f"Best so far are the defaults; next, unconfirmed: {label(setting)}, {ratio:.3f} times as fast."
-    return f"Best so far, unconfirmed: {label(setting)}, {ratio:.3f} times as fast as the default."

@@ -1,11 +1,9 @@
 """Which jobs are run, in which order, and what follows from their times.
 
-Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): every setting runs a few times, the better half goes
-on with twice as many runs, until few are left. In each round every setting left and the default run once, in random
-order, and times are compared within rounds, so that a machine that grows slower by the hour favours nobody.
-
-The best of several looks better than it is, by luck. The runs of the halving therefore only select; the finalists are
-then run anew, and their intervals come from these runs alone, with Bonferroni's correction for their number.
+Every setting and the default run once in each of a few rounds, in random order; times are compared within rounds, so
+that a machine that grows slower by the hour favours nobody. The best of several looks better than it is, by luck. These
+runs therefore only select; the finalists are then run anew, and their intervals come from these runs alone, with
+Bonferroni's correction for their number.
 """
 
 from __future__ import annotations
@@ -86,33 +84,21 @@ class Effort:
     """How much is run.
 
     Attributes:
-        repeats: rounds of the first rung, >= 1; every later rung has twice as many as the one before.
+        repeats: rounds that select, >= 1.
         confirmations: rounds of fresh runs for the finalists, >= 2.
         finalists: settings that these are for, >= 1.
         budget_s: seconds for all, None for no limit; no job is begun that would probably not end in time.
     """
 
-    repeats: int = 2
+    repeats: int = 4
     confirmations: int = 8
     finalists: int = 2
     budget_s: float | None = None
 
-    def rungs(self, candidates: int) -> list[tuple[int, int]]:
-        """Settings and rounds of each rung for so many candidates."""
-        found, repeats = [], self.repeats
-        while candidates > self.finalists:
-            found.append((candidates, repeats))
-            candidates, repeats = self.after(candidates), 2 * repeats
-        return found
-
-    def after(self, candidates: int) -> int:
-        """How many of so many candidates go on."""
-        return max(self.finalists, -(-candidates // 2))
-
     def jobs(self, candidates: int) -> int:
-        """The most jobs that are run: the first one, the halving and the fresh runs."""
-        halving = sum((1 + count) * rounds for count, rounds in self.rungs(candidates))
-        return 1 + halving + (1 + min(candidates, self.finalists)) * self.confirmations
+        """The most jobs that are run: the first one, those that select and the fresh ones."""
+        selecting = (1 + candidates) * self.repeats if candidates > self.finalists else 0
+        return 1 + selecting + (1 + min(candidates, self.finalists)) * self.confirmations
 
 
 class Rounds:
@@ -140,20 +126,6 @@ class Rounds:
         return speedup(pairs, CONFIDENCE).ratio if pairs else None
 
 
-class SearchWatcher:
-    """Is told what happens; this one keeps it to itself."""
-
-    def begins(self, stage: str, setting: Tuned, job: int) -> None:
-        """Job number ``job`` of ``Search.jobs`` begins."""
-
-    def says(self, sentence: str) -> None:
-        """A step is done, or a setting was dropped."""
-
-
-class _TimeIsUpError(Exception):
-    """The next job would probably end after the time for it."""
-
-
 @dataclass
 class Search:
     """Runs the jobs; what is measured stays here, also when ``go`` is interrupted.
@@ -163,9 +135,8 @@ class Search:
         run: runs one job.
         effort: how much is run.
         rng: draws the order within a round.
-        wall: compare wall seconds of the whole job even where there is a closing line.
         clock: seconds now.
-        watcher: is told what happens.
+        say: is told what happens, in sentences.
         screening, confirming: what was measured to select, and afresh for the finalists.
         finalists: the settings that were selected; () before.
         failures: settings that were dropped, and why.
@@ -177,17 +148,14 @@ class Search:
     run: Run
     effort: Effort
     rng: np.random.Generator
-    wall: bool = False
     clock: Callable[[], float] = time.monotonic
-    watcher: SearchWatcher = field(default_factory=SearchWatcher)
+    say: Callable[[str], object] = str
     screening: Rounds = field(default_factory=Rounds, init=False)
     confirming: Rounds = field(default_factory=Rounds, init=False)
     finalists: tuple[Tuned, ...] = field(default=(), init=False)
     failures: dict[Tuned, str] = field(default_factory=dict, init=False)
     measure: str = field(default="", init=False)
     budget_ended: bool = field(default=False, init=False)
-    _begun: int = field(default=0, init=False)
-    _start: float = field(default=0.0, init=False)
     _walls_s: list[float] = field(default_factory=list, init=False)
 
     def go(self) -> None:
@@ -197,69 +165,56 @@ class Search:
             LaunchError: the job fails with the default settings.
             KeyboardInterrupt: by Ctrl-C; what is measured stays.
         """
-        self._start = self.clock()
-        self._warm_up()
-        self.finalists = tuple(self._screen())
-        if self.finalists:
-            deadline = self._deadline(screening=False)
-            rounds = self.effort.confirmations
-            if not self._rounds(self.confirming, "fresh runs", self.finalists, rounds, deadline):
-                self.watcher.says("the budget is up")
-
-    def _warm_up(self) -> None:
-        """One job that is not counted: files get cached, and it shows what can be measured and how long it takes."""
-        job = self._job("first run, not counted", DEFAULT, self.effort.budget_s)
+        began, budget_s, count = self.clock(), self.effort.budget_s, self.effort.finalists
+        # One job that is not counted: files get cached, and it shows what can be measured and how long it takes.
+        job = self._job(DEFAULT, budget_s)
         self._check_default(job.failure)
-        self.measure = WALL_TIME if self.wall or job.closing_s is None else CLOSING_LINE
+        self.measure = WALL_TIME if job.closing_s is None else CLOSING_LINE
         jobs = self.effort.jobs(len(self.candidates))
-        most = "" if self.effort.budget_s is None else f", ended after {self.effort.budget_s:g} s"
-        what = "'Total time' of its closing line" if self.measure == CLOSING_LINE else "wall time of the whole job"
-        about = f"{job.wall_s:.1f} s a job, at most {jobs} jobs, about {math.ceil(jobs * job.wall_s / 60)} min"
-        self.watcher.says(f"measured is the {what}; {about}{most}")
+        what = "wall time of the whole job" if job.closing_s is None else "'Total time' of its closing line"
+        most = "" if budget_s is None else f", ended after {budget_s:g} s"
+        minutes = math.ceil(jobs * job.wall_s / 60)
+        self.say(f"measured is the {what}; {job.wall_s:.1f} s a job, at most {jobs} jobs, about {minutes} min{most}")
+        if len(self.candidates) <= count:
+            self.finalists = tuple(self.candidates)
+        else:
+            # The fresh runs keep the time that they need, at most half of the budget.
+            fresh_s = (1 + count) * self.effort.confirmations * self._usual_s
+            end = None if budget_s is None else began + budget_s - min(fresh_s, budget_s / 2)
+            self._rounds(self.screening, "selecting", self.candidates, self.effort.repeats, end)
+            best = self._ranked()[:count]
+            pairs = self.screening.pairs
+            self.finalists = tuple(setting for setting in best if speedup(pairs(setting), CONFIDENCE).high > 1)
+            self.say(f"selected: {'; '.join(map(label, self.finalists)) or 'none'}")
+        if self.finalists:
+            end = None if budget_s is None else began + budget_s
+            self._rounds(self.confirming, "fresh runs", self.finalists, self.effort.confirmations, end)
 
-    def _screen(self) -> list[Tuned]:
-        left = list(self.candidates)
-        for rung, (_, rounds) in enumerate(self.effort.rungs(len(left)), start=1):
-            if len(left) <= self.effort.finalists:
-                break
-            in_time = self._rounds(self.screening, f"rung {rung}", left, rounds, self._deadline(screening=True))
-            left = self._ranked(left)
-            left = left[: self.effort.after(len(left)) if in_time else self.effort.finalists]
-            self.watcher.says(f"rung {rung}: left are {'; '.join(map(label, left)) or 'none'}")
-            if not in_time:
-                self.watcher.says("the time for the selection is up")
-                break
-        if len(self.candidates) <= self.effort.finalists:
-            return left
-        return [setting for setting in left if speedup(self.screening.pairs(setting), CONFIDENCE).high > 1]
-
-    def _ranked(self, settings: Sequence[Tuned]) -> list[Tuned]:
+    def _ranked(self) -> list[Tuned]:
         """Best first; without those that failed or that nothing is known of."""
-        ratios = {setting: self.screening.ratio(setting) for setting in settings if setting not in self.failures}
+        ratios = {setting: self.screening.ratio(setting) for setting in self.candidates if setting not in self.failures}
         known = {setting: ratio for setting, ratio in ratios.items() if ratio is not None}
         return sorted(known, key=known.__getitem__, reverse=True)
 
     def _rounds(
         self, rounds: Rounds, stage: str, settings: Sequence[Tuned], count: int, deadline: float | None
-    ) -> bool:
-        """Run ``count`` rounds of the settings and the default; False when the time was up before."""
-        try:
-            for number in range(count):
-                members = [DEFAULT, *(setting for setting in settings if setting not in self.failures)]
-                if len(members) == 1:
-                    break
-                row = rounds.begin()
-                for index in self.rng.permutation(len(members)):
-                    if deadline is not None and self.clock() + self._usual_s > deadline:
-                        raise _TimeIsUpError
-                    self._measure(f"{stage}, round {number + 1} of {count}", members[index], row)
-        except _TimeIsUpError:
-            self.budget_ended = True
-            return False
-        return True
+    ) -> None:
+        """Run ``count`` rounds of the settings and the default, as long as there is time."""
+        for number in range(count):
+            members = [DEFAULT, *(setting for setting in settings if setting not in self.failures)]
+            if len(members) == 1:
+                return
+            self.say(f"{stage}, round {number + 1} of {count}")
+            row = rounds.begin()
+            for index in self.rng.permutation(len(members)):
+                if deadline is not None and self.clock() + self._usual_s > deadline:
+                    self.budget_ended = True
+                    self.say(f"the time for this is up: {stage}")
+                    return
+                self._measure(members[index], row)
 
-    def _measure(self, stage: str, setting: Tuned, row: dict[Tuned, float]) -> None:
-        job = self._job(stage, setting, max(_LEAST_PATIENCE_S, _PATIENCE * self._usual_s))
+    def _measure(self, setting: Tuned, row: dict[Tuned, float]) -> None:
+        job = self._job(setting, max(_LEAST_PATIENCE_S, _PATIENCE * self._usual_s))
         seconds = job.closing_s if self.measure == CLOSING_LINE else job.wall_s
         failure = job.failure
         if failure is None and (seconds is None or seconds <= 0):
@@ -268,13 +223,11 @@ class Search:
             self._check_default(failure)
         if failure is not None:
             self.failures[setting] = failure
-            self.watcher.says(f"dropped: {label(setting)}, whose job {failure}")
+            self.say(f"dropped: {label(setting)}, whose job {failure}")
         elif seconds is not None:
             row[setting] = seconds
 
-    def _job(self, stage: str, setting: Tuned, timeout_s: float | None) -> TrialJob:
-        self._begun += 1
-        self.watcher.begins(stage, setting, self._begun)
+    def _job(self, setting: Tuned, timeout_s: float | None) -> TrialJob:
         job = self.run(setting, timeout_s)
         self._walls_s.append(job.wall_s)
         return job
@@ -288,13 +241,6 @@ class Search:
     def _check_default(failure: str | None) -> None:
         if failure is not None:
             raise LaunchError(f"With the default settings the job fails, so nothing can be compared: it {failure}")
-
-    def _deadline(self, *, screening: bool) -> float | None:
-        """When the stage has to end; the fresh runs keep the time that they need, at most half of the budget."""
-        if self.effort.budget_s is None:
-            return None
-        fresh_s = (1 + self.effort.finalists) * self.effort.confirmations * self._usual_s if screening else 0.0
-        return self._start + self.effort.budget_s - min(fresh_s, self.effort.budget_s / 2)
 
     # What follows
 
@@ -315,6 +261,6 @@ class Search:
         """The best so far with its speed-up, whatever it is worth; None before anything can be compared."""
         for setting, found in self.confirmed().items():
             return setting, found.ratio
-        for setting in self._ranked(self.candidates):
+        for setting in self._ranked():
             return setting, self.screening.ratio(setting) or 0.0
         return None

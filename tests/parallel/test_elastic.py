@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 

@@ -220,30 +220,21 @@ def test_whatever_is_typed_reaches_the_command_as_it_is(words):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--walltime", "30"], "HH:MM:SS"),
         (["--walltime", "00:00:00"], "above zero"),
         (["--walltime", "00:61:00"], "HH:MM:SS"),
         (["--walltime", "00:30:00\n#PBS -q x"], "HH:MM:SS"),
-        (["--walltime", "00:30:00\n"], "HH:MM:SS"),
-        (["--queue", "a b"], "--queue must be a name"),
         (["--queue", "q\n#PBS -A other"], "--queue must be a name"),
         (["--queue", ""], "--queue must be a name"),
         (["--account", "$(id)"], "--account must be a name"),
-        (["--account", "-x"], "--account must be a name"),
         (["--name", "1st"], "--name must be a name"),
-        (["--name", "a/b"], "--name must be a name"),
         (["--nodes", "0"], "--nodes"),
-        (["--ppn", "-4"], "--ppn"),
-        (["--depth", "-1"], "--depth"),
         (["--system", "loadleveler"], "--system"),
         (["--system", "pbs", "--site", "theta"], "Site theta has cobalt, and --system says pbs"),
         (["--site", "nosuch"], "neither one of aurora, cobalt, frontier, leonardo"),
         (["--site", "polaris"], "give it with --account"),
-        (["--mem", "64"], "--mem must be a number with M, G or T"),
         (["--mem", "64GB\n#PBS -q x"], "--mem must be a number"),
         (["--array", "1,2"], "--array must be FIRST-LAST"),
         (["--output", "a b"], "--output must be a file name without spaces"),
-        (["--qos", "a b"], "--qos must be a name"),
         (["--qos", "high"], "--qos cannot be asked of pbs"),
         (["--site", "slurm", "--constraint", "gpu;id"], "--constraint must be features"),
         (["--site", "lsf", "--mem", "64G"], "--mem cannot be asked of lsf"),
@@ -257,7 +248,6 @@ def test_whatever_is_typed_reaches_the_command_as_it_is(words):
             "--directive must be one option of slurm without #SBATCH",
         ),
         (["--site", "slurm", "--directive", "--comment=x\nrm -rf x"], "--directive must be one option of slurm"),
-        (["--directive", "--reservation=x"], "--directive must be one option of pbs without #PBS, such as '-W"),
         (["--site", "cobalt", "--requeue"], "--requeue cannot be asked of cobalt: submit the script again"),
         (["-o", "nosuch/job.sh"], "No such file"),
     ],
@@ -279,20 +269,6 @@ def test_no_line_of_the_command_becomes_a_line_of_the_script(capsys, word):
     assert (status, out) == (2, "")
     assert "line break" in err and err.count("\n") == 1
     assert job(capsys, *usual)[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--system slurm --walltime 00:30:00", "--ppn is needed: how many GPUs a host of slurm has"),
-        ("--site theta --account me --walltime 00:30:00 --gpus-per-node 0", "--ppn is needed: how many sockets"),
-        ("--system pbs --ppn 4", "--walltime HH:MM:SS is needed"),
-    ],
-)
-def test_what_only_the_user_knows_is_asked_for(capsys, words, message):
-    status, out, err = job(capsys, "--nodes", "2", *words.split(), "--", "x")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert message in err
 
 
 def test_the_line_that_submits_can_be_pasted(capsys, tmp_path):
@@ -329,23 +305,22 @@ def asked(site_name, nodes, walltime, ppn=4, **others):
 @pytest.mark.parametrize(
     ("site_name", "options", "message"),
     [
+        ("slurm", "--nodes 2 --walltime 00:30:00", "--ppn is needed: how many GPUs a host of slurm has"),
+        ("theta", "--nodes 2 --walltime 00:30:00 --gpus-per-node 0", "--ppn is needed: how many sockets"),
+        ("pbs", "--nodes 2 --ppn 4", "--walltime HH:MM:SS is needed"),
         ("polaris", "--nodes 64 --ppn 4 --walltime 12:00:00", "has no queue for that (debug: 1 to 2 nodes, "),
-        ("polaris", "--nodes 64 --ppn 4 --walltime 12:00:00", "prod: 25 to 99 nodes, 06:00:00"),
         ("polaris", "--nodes 3 --ppn 4 --walltime 00:30:00 --queue debug", "queue debug of site polaris does not give "
          "that (debug: 1 to 2 nodes, 01:00:00); ask for what is given there, or with --queue of debug-scaling, "),
-        ("polaris", "--nodes 9 --ppn 4 --walltime 06:00:00", "or with --queue of preemptable."),
         ("polaris", "--nodes 2 --ppn 8 --walltime 00:30:00", "each rank takes a GPU of its own, and a host of polaris "
          "has 4; give --ppn 4 or less"),
         ("polaris", "--nodes 2 --ppn 4 --walltime 00:30:00 --gpus-per-node 8", "a host of polaris has 4"),
         ("polaris", "--nodes 2 --ppn 4 --walltime 00:30:00 --depth 17", "that is 68 cores, and a job has 64 on a host"),
-        ("polaris", "--nodes 2 --ppn 65 --walltime 00:30:00 --gpus-per-node 0", "that is 65 cores"),
         ("slurm", "--nodes 2 --ppn 8 --walltime 00:30:00 --gpus-per-node 4", "and --gpus-per-node asks for 4"),
         ("frontier", "--nodes 91 --ppn 8 --walltime 06:00:00", "batch: 92 to 183 nodes, 06:00:00"),
         ("frontier", "--nodes 2 --ppn 8 --walltime 02:00:01 --qos debug", "no queue for that (debug: 1 to 9472 nodes"),
-        ("perlmutter", "--nodes 9 --ppn 4 --walltime 00:30:00 --queue debug", "or with --queue of regular, prem"),
     ],
 )  # fmt: skip
-def test_what_a_site_does_not_give_is_one_sentence(capsys, site_name, options, message):
+def test_what_a_site_does_not_give_or_only_the_user_knows_is_one_sentence(capsys, site_name, options, message):
     status, out, err = job(capsys, "--site", site_name, "--account", "me", *options.split(), "--", "x")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
@@ -356,13 +331,10 @@ def test_what_a_site_does_not_give_is_one_sentence(capsys, site_name, options, m
     [
         ("polaris", 2, "01:00:00", {}, ["-q debug"]),
         ("polaris", 3, "01:00:00", {}, ["-q debug-scaling"]),
-        ("polaris", 24, "03:00:00", {}, ["-q prod"]),
         ("polaris", 496, "24:00:00", {}, ["-q prod"]),
-        ("polaris", 4, "100:00:00", {}, ["-q capacity"]),
         ("polaris", 4, "01:00:00", {"queue": "preemptable"}, ["-q preemptable"]),
         ("polaris", 4, "01:00:00", {"queue": "R1234"}, ["-q R1234"]),
         ("aurora", 2, "00:30:00", {}, ["-q debug", "-l select=2:ncpus=208", "-l place=scatter"]),
-        ("aurora", 1025, "18:00:00", {}, ["-q prod"]),
         ("frontier", 64, "24:00:00", {}, ["--partition=extended", "--cpus-per-task=7", "--gpus-per-node=8"]),
         ("frontier", 2, "00:30:00", {"qos": "debug"}, ["--partition=batch", "--qos=debug"]),
         ("perlmutter", 2, "00:30:00", {}, ["--qos=debug", "--constraint=gpu", "--cpus-per-task=32"]),
@@ -508,38 +480,17 @@ def test_a_site_of_ones_own(tmp_path):
     [
         ("", "missing required field `system`"),
         ('system = "condor"', "`str` that is one of pbs, slurm, lsf, cobalt - at `$.system`"),
-        ("system = 3", "Expected `str`, got `int` - at `$.system`"),
         ('system = "pbs"\ncolour = 1', "unknown field `colour`"),
-        ('system = "pbs"\nsetup = "module load x"', "Expected `array`, got `str` - at `$.setup`"),
-        ('system = "pbs"\nsetup = [1]', "Expected `str`, got `int` - at `$.setup[0]`"),
         ('system = "pbs"\ndirectives = ["a\\nb"]', "`str` that is a single line - at `$.directives[0]`"),
         ('system = "pbs"\ndepth = 0', "Expected `int` >= 1 - at `$.depth`"),
-        ('system = "pbs"\ndepth = true', "got `bool` - at `$.depth`"),
-        (
-            'system = "pbs"\nlauncher = "rocket"',
-            "that is one of auto, mpirun, horovodrun, mpiexec, aprun, srun, jsrun - at",
-        ),
-        ('system = "pbs"\naccount_required = "yes"', "Expected `bool`, got `str` - at `$.account_required`"),
-        ('system = "pbs"\nqueue = "a\\nb"', "a single line - at `$.queue`"),
-        ('system = "pbs"\nqueues = 3', "Expected `array`, got `int` - at `$.queues`"),
-        ('system = "pbs"\nqueues = [3]', "Expected `object`, got `int` - at `$.queues[0]`"),
-        ('system = "pbs"\nqueues = [{}]', "missing required field `name` - at `$.queues[0]`"),
+        ('system = "pbs"\nlauncher = "rocket"', "that is one of auto, mpirun, horovodrun, mpiexec, aprun, srun, jsrun"),
         (
             'system = "pbs"\nqueues = [{name = "a"}, {name = "b", hosts = 3}]',
             "unknown field `hosts` - at `$.queues[1]`",
         ),
-        ('system = "pbs"\nqueues = [{name = "a", max_nodes = 0}]', "`int` >= 1 - at `$.queues[0].max_nodes`"),
         ('system = "pbs"\nqueues = [{name = "a", max_walltime = "1h"}]', "as HH:MM:SS - at `$.queues[0].max_walltime`"),
-        (
-            'system = "pbs"\nqueues = [{name = "a", by_name = 1}]',
-            "got `int` - at `$.queues[0].by_name`",
-        ),
         ('system = "pbs"\nname = "x"', "`name` is that of the file"),
-        ('system = ["pbs"]', "got `array` - at `$.system`"),
-        (
-            'system = "pbs"\nshell = "/bin/bash"',
-            "that begins with #! and ends in bash, such as '#!/bin/bash -l' - at",
-        ),
+        ('system = "pbs"\nshell = "/bin/bash"', "that begins with #! and ends in bash, such as '#!/bin/bash -l' - at"),
         ("system = ", "cannot be read"),
     ],
 )

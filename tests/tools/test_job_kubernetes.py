@@ -19,81 +19,42 @@ KINDS = {"object": dict, "array": list, "string": str, "integer": int, "boolean"
 TYPED = ["--nodes", "2", "--ppn", "4", "--walltime", "02:00:30"]
 USER_SSH = "/home/mpiuser/.ssh"
 GOLDEN = """\
-apiVersion: "kubeflow.org/v2beta1"
-kind: "MPIJob"
-metadata:
-  name: "cnn"
+apiVersion: kubeflow.org/v2beta1
+kind: MPIJob
+metadata: {name: cnn}
 spec:
   slotsPerWorker: 4
-  sshAuthMountPath: "/home/mpiuser/.ssh"
-  launcherCreationPolicy: "WaitForWorkersReady"
-  runPolicy:
-    cleanPodPolicy: "Running"
-    backoffLimit: 0
-    activeDeadlineSeconds: 7230
+  sshAuthMountPath: /home/mpiuser/.ssh
+  launcherCreationPolicy: WaitForWorkersReady
+  runPolicy: {cleanPodPolicy: Running, backoffLimit: 0, activeDeadlineSeconds: 7230}
   mpiReplicaSpecs:
     Launcher:
       replicas: 1
-      restartPolicy: "Never"
+      restartPolicy: Never
       template:
         spec:
-          securityContext:
-            runAsUser: 1000
-            fsGroup: 1000
+          securityContext: {runAsUser: 1000, fsGroup: 1000}
           containers:
-            - name: "launcher"
-              image: "site/train:1"
-              command:
-                - "hvdkit"
-                - "launch"
-                - "-n"
-                - "8"
-                - "--ppn"
-                - "4"
-                - "--threads"
-                - "2"
-                - "--"
-                - "python"
-                - "train.py"
-              volumeMounts:
-                - name: "volume-0"
-                  mountPath: "/results"
-          volumes:
-            - name: "volume-0"
-              persistentVolumeClaim:
-                claimName: "results"
+            - name: launcher
+              image: site/train:1
+              command: [hvdkit, launch, "-n", "8", "--ppn", "4", "--threads", "2", "--", python, train.py]
+              volumeMounts: [{name: volume-0, mountPath: /results}]
+          volumes: [{name: volume-0, persistentVolumeClaim: {claimName: results}}]
     Worker:
       replicas: 2
-      restartPolicy: "Never"
+      restartPolicy: Never
       template:
         spec:
-          securityContext:
-            runAsUser: 1000
-            fsGroup: 1000
+          securityContext: {runAsUser: 1000, fsGroup: 1000}
           containers:
-            - name: "worker"
-              image: "site/train:1"
-              command:
-                - "/usr/sbin/sshd"
-                - "-De"
-                - "-f"
-                - "/home/mpiuser/.sshd_config"
-              resources:
-                limits:
-                  cpu: 8
-                  nvidia.com/gpu: 4
-              volumeMounts:
-                - name: "shm"
-                  mountPath: "/dev/shm"
-                - name: "volume-0"
-                  mountPath: "/results"
+            - name: worker
+              image: site/train:1
+              command: [/usr/sbin/sshd, -De, -f, /home/mpiuser/.sshd_config]
+              resources: {limits: {cpu: 8, nvidia.com/gpu: 4}}
+              volumeMounts: [{name: shm, mountPath: /dev/shm}, {name: volume-0, mountPath: /results}]
           volumes:
-            - name: "shm"
-              emptyDir:
-                medium: "Memory"
-            - name: "volume-0"
-              persistentVolumeClaim:
-                claimName: "results"
+            - {name: shm, emptyDir: {medium: Memory}}
+            - {name: volume-0, persistentVolumeClaim: {claimName: results}}
 """
 
 

@@ -100,7 +100,7 @@ def on_ranks(
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         for mark in (pytest.mark.parallel, pytest.mark.usefixtures("ranks")):
             function = mark(function)
-        return pytest.mark.parametrize("ranks", kinds, ids=str, inelsewhere=True)(function)
+        return pytest.mark.parametrize("ranks", kinds, ids=str, indirect=True)(function)
 
     return decorate
 

@@ -186,12 +186,8 @@ LONGEST_GAP = 1 << 24
 
 _EVENTS = msgspec.json.Decoder(list[TimelineEvent])
 _EVENT = msgspec.json.Decoder(TimelineEvent)
-_STRING = rb'"(?:[^"\\\x00-\x1f]|\\.){0,16384}+"'
-_LEAF = rb'\{(?:[^{}"]++|' + _STRING + rb"){0,64}+\}"
-_OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\}")
-"""What may be an event; it never goes back, so that searching damaged bytes for it stays fast."""
-_BETWEEN = re.compile(rb"\}\s*,?\s*(?=\{)")
-_NOTHING = re.compile(rb"[\s,\[\]]*+")
+_BETWEEN = re.compile(rb"(?<=\})\s*,?\s*(?=\{)")
+"""Between two events; a name may look like that, too."""
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
@@ -285,7 +281,8 @@ def _pieces(content: Callable[[int], bytes], dropped: Counter[str]) -> Iterator[
             dropped["compressed data damaged or cut off"] += 1
             read = b""
         if not read:
-            yield from _decode_end(rest, dropped)
+            events = _decode(rest.rstrip(b" \t\r\n,]"))
+            yield _decode_singly(rest, dropped, is_end=True) if events is None else events
             return
         events, rest = _decode_most(rest + read, dropped)
         gap = 0 if events else gap + len(read)
@@ -321,41 +318,16 @@ def _decode(piece: bytes) -> list[TimelineEvent] | None:
         return None
 
 
-def _decode_end(piece: bytes, dropped: Counter[str]) -> Iterator[list[TimelineEvent]]:
-    body = piece.strip(b" \t\r\n,[]")
-    if not body:
-        return
-    events = _decode(body)
-    if events is not None:
-        yield events
-        return
-    start = max(0, body.rfind(b'{"ph"'), body.rfind(b'{"name": "process'))
-    complete = _OBJECT.match(body, start) is not None
-    if not complete:
-        dropped["cut off at the end"] += 1
-        body = body[:start]
-    yield _decode_singly(body, dropped)
-
-
-def _decode_singly(piece: bytes, dropped: Counter[str]) -> list[TimelineEvent]:
-    """What can be decoded of a damaged piece; each stretch of bytes between two events that cannot counts once."""
+def _decode_singly(piece: bytes, dropped: Counter[str], *, is_end: bool = False) -> list[TimelineEvent]:
+    """What can be decoded of a damaged piece, event by event; ``is_end``: nothing follows it in the file."""
     events: list[TimelineEvent] = []
-    position = 0
-    damaged = False
-    while (match := _OBJECT.search(piece, position)) is not None:
-        damaged = damaged or _NOTHING.fullmatch(piece, position, match.start()) is None
-        event = _decode_one(match.group())
-        if event is None:
-            damaged = True
-            position = match.start() + 1
-            continue
-        if damaged:
-            dropped["unreadable"] += 1
-        damaged = False
-        events.append(event)
-        position = match.end()
-    if damaged or _NOTHING.fullmatch(piece, position) is None:
-        dropped["unreadable"] += 1
+    texts = [text for text in _BETWEEN.split(piece) if text.strip(b" \t\r\n,[]")]
+    for number, text in enumerate(texts, start=1):
+        event = _decode_one(text.strip(b" \t\r\n,[]\0"))  # zeros: a hole in the file
+        if event is not None:
+            events.append(event)
+        else:
+            dropped["cut off at the end" if is_end and number == len(texts) else "unreadable"] += 1
     return events
 
 

@@ -68,7 +68,6 @@ class Monitor(ABC):
         steps, epochs: of the whole training, where they are known: for those who want to see the time left.
         on_report: a function that is given each ``Report``, on every rank after the same step, so that it may save a
             checkpoint or stop the training.
-        check: called on every rank every ``check_every`` windows, such as ``lambda: hk.check_agreement(...)``.
     Raises:
         InvalidArgumentError: a number out of range, or an ``on_report`` or tracker that is none.
     """
@@ -86,10 +85,8 @@ class Monitor(ABC):
         steps: int | None = None,
         epochs: int | None = None,
         on_report: OnReport | None = None,
-        check: Callable[[], None] | None = None,
-        check_every: int = 10,
     ) -> None:
-        every, check_every = whole("every", every, 1), whole("check_every", check_every, 1)
+        every = whole("every", every, 1)
         optional = {"step": step, "steps": steps, "epochs": epochs}
         step, steps, epochs = (one if one is None else whole(name, one, 0) for name, one in optional.items())
         asked = directory or os.environ.get(step_times.MONITOR)
@@ -99,7 +96,6 @@ class Monitor(ABC):
         named = checked_trackers(trackers, where)
         self._on_report = on_report
         self._every, self._start, self._steps, self._epochs = every, step, steps, epochs
-        self._check, self._check_every = check, check_every
         self._new_sinks = functools.partial(RootSinks, where, named)
         self._sinks: RootSinks | None = None
         self._thread: MonitorThread | None = None
@@ -274,7 +270,9 @@ class Monitor(ABC):
         self.step += steps
         self._open = False
         if told and window.steps >= self._every and self._thread is not None:
-            self._hand_over(self._thread, now)
+            number = self._give(self._thread, now)
+            if self._on_report is not None:
+                self._tell(self._on_report, self._thread, number - 1)
 
     def _give(self, thread: MonitorThread, now: float) -> int:
         """Give the window to the second thread; its number."""
@@ -284,13 +282,6 @@ class Monitor(ABC):
         window.seconds, window.last = now - window.begun, self.step
         window.parameters = dict(self._parameters())
         return thread.window(window)
-
-    def _hand_over(self, thread: MonitorThread, now: float) -> None:
-        number = self._give(thread, now)
-        if self._on_report is not None:
-            self._tell(self._on_report, thread, number - 1)
-        if self._check is not None and number % self._check_every == 0:
-            self._check()
 
     def _tell(self, call: Callable[[Report], None], thread: MonitorThread, windows: int) -> None:
         """Give reports of the windows up to this one, on every rank after the same step."""
@@ -341,7 +332,7 @@ class Monitor(ABC):
             if not self._by_steps:
                 self._end(time.perf_counter(), 1, told=False)
             if self._window.steps and not failed:
-                self._give(thread, time.perf_counter())  # no check, which would wait for ranks that may train on
+                self._give(thread, time.perf_counter())
             if thread.end(_CLOSING_S) and not failed:
                 end = self.step
                 if self._on_report is not None:

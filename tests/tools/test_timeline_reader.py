@@ -156,6 +156,13 @@ def test_what_cannot_be_used_is_counted_by_reason(events, reason, tmp_path):
     assert {one.begin: one.ticks for one in found}[1000] == {1: 1001, 0: 1002}
 
 
+def test_a_negotiation_of_another_kind_is_of_no_operation(tmp_path):
+    events = operation(1, 100)
+    events[0]["name"] = "NEGOTIATE_BROADCAST"
+    (found,), _ = read_bytes(tmp_path, as_json([named(1, "a"), *events]))
+    assert (found.kind, found.negotiate_start, found.begin) == ("ALLREDUCE", None, 110)
+
+
 def test_names_with_braces_quotes_and_broken_utf8_are_text(tmp_path):
     names = ['a},{"ph": "B"}', 'quote " and \\', "naïve ✓"]
     events = [event for pid, name in enumerate(names) for event in (named(pid, name), *operation(pid, 10 * pid))]

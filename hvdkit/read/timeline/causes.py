@@ -18,7 +18,7 @@ MANY = 3
 
 def causes(summary: TimelineSummary) -> list[Cause]:
     """What costs time in a recording, in no order; ``read.causes.by_cost`` weighs it."""
-    found = [_setup(summary), _new_names(summary)]
+    found = [_setup(summary)]
     steps = summary.steps
     if steps is not None and steps.duration is not None and steps.duration.p50 > 0:
         duration = steps.duration
@@ -30,7 +30,10 @@ def otherwise(summary: TimelineSummary) -> str:
     """The verdict where no cause is worth a sentence."""
     steps = summary.steps
     if steps is None or steps.duration is None or steps.idle is None or steps.duration.p50 <= 0:
-        return "It cannot tell: there are no whole steps in the recording (no tensor is reduced three times)."
+        return (
+            "It cannot tell: there are no whole steps in the recording, no tensor is reduced three times. Record more "
+            "steps, and give each tensor the same name in all of them (name= of Horovod's calls)."
+        )
     idle, step = steps.idle.p50, steps.duration.p50
     return (
         f"No cause was found: late ranks and many small tensors count from {share_text(WORTH_SAYING)} of a step, other "
@@ -59,14 +62,6 @@ def _setup(summary: TimelineSummary) -> Cause | None:
         return None
     evidence = f"INIT_NCCL, {duration_text(summary.setup)} of {duration_text(summary.duration)} of the timeline"
     return _once("setup", summary.setup, summary, evidence, *SENTENCES["setup"])
-
-
-def _new_names(summary: TimelineSummary) -> Cause | None:
-    """Where every tensor has a new name in each step there are no steps to be seen."""
-    if summary.steps is not None or summary.new_names < 100 or 2 * summary.new_names < summary.operations:
-        return None
-    evidence = f"{summary.new_names} of {summary.operations} operations are reductions whose names count up with time"
-    return _once("negotiation", summary.negotiating, summary, evidence, *SENTENCES["names"])
 
 
 def _first_step(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:

@@ -145,13 +145,11 @@ class TimelineSummary:
         ranks: of the job, by the highest that it names; None when it names none.
         communication: time in which at least one collective ran.
         setup: time in which NCCL was set up.
-        negotiating: time in which tensors were announced and none was at work.
         steps, batches: of the training and its exchanges; None where there are none.
         tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.
         dropped: reason to number of events that could not be used.
-        new_names: reductions of tensors that are there once, with a number in their name that counts up with time.
     """
 
     path: str
@@ -166,11 +164,9 @@ class TimelineSummary:
     ranks: int | None
     communication: float
     setup: float
-    negotiating: float
     steps: Steps | None
     tensors: list[TensorSummary]
     batches: Batches | None
     cycle: Distribution | None
     skew: Skew | None
     dropped: dict[str, int]
-    new_names: int = 0

@@ -19,7 +19,7 @@ NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horo
 
 
 _TIMES = (
-    "origin since until duration communication setup negotiating idle first first_setup negotiation late cost spread "
+    "origin since until duration communication setup idle first first_setup negotiation late cost spread "
     "little_time cycle phases start_time_since_epoch"
 )
 """Names of the fields that are microseconds."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +62,6 @@ def summarize(
         columns, numbers, in_steps = select(columns, keep), numbers[keep], in_steps[keep]
     end = float(columns.end.max()) - columns.origin if len(columns.end) else first
     in_exchanges = measures.union(*columns.exchange.T)
-    work = measures.union(columns.start, columns.end)
     setup = measures.union(*columns.setup.T)
     cycle = distribution(np.diff(columns.cycles))
     usual_cycle = cycle.p50 if cycle else 1e6 * CYCLE_S
@@ -87,14 +84,12 @@ def summarize(
         ranks=ranks,
         communication=measures.length(in_exchanges),
         setup=measures.length(setup),
-        negotiating=max(0.0, measures.length(measures.union(columns.begin, columns.end)) - measures.length(work)),
         steps=steps,
         tensors=sorted(tensors, key=lambda tensor: -tensor.phases["whole"].total),
         batches=_batches(columns, steps),
         cycle=cycle,
         skew=_skew(columns, _costs(columns, numbers, in_steps, usual_cycle)),
         dropped={reason: count for reason, count in columns.dropped.items() if count},
-        new_names=_new_names(columns),
     )
 
 
@@ -105,35 +100,6 @@ def nothing_in(path: Path, summary: TimelineSummary) -> CorruptDataError:
         f"no operation of Horovod in {str(path)!r} ({summary.events} events read, dropped: {dropped}); expected a file "
         "that HOROVOD_TIMELINE named, of a job that reduced something."
     )
-
-
-def _new_names(columns: TimelineColumns) -> int:
-    """Reductions of tensors that have a new name in each step: a number in it that never goes back.
-
-    A recording of one step has each name once, too. Its numbers are those of layers, whose gradients come from the last
-    layer to the first. So the number must never go back, and stand in several names each time, as that of a step does;
-    what Horovod itself names (``noname``) counts up alone.
-    """
-    counts = np.bincount(columns.tensor, minlength=len(columns.tensors))
-    rows = [
-        row
-        for row, number in enumerate(columns.tensor.tolist())
-        if counts[number] == 1 and columns.tensors[number].kind in REDUCTIONS
-    ]
-    named = [re.split(r"(\d+)", columns.tensors[int(columns.tensor[row])].name) for row in rows]
-    if not named:
-        return 0
-    for field in range(1, max(map(len, named)), 2):
-        having = [parts for parts in named if len(parts) > field and len(parts[field]) < 19]
-        values = [int(parts[field]) for parts in having]
-        beside: dict[int, set[str]] = {}
-        for parts, value in zip(having, values, strict=True):
-            beside.setdefault(value, set()).add("".join([*parts[:field], "#", *parts[field + 1 :]]))
-        ((usual, times),) = Counter(map(frozenset, beside.values())).most_common(1) or ((frozenset(), 0),)
-        several = len(usual) > 1 or any(".noname." in name for name in usual)
-        if several and times >= max(3, 0.8 * len(beside)) and np.mean(np.diff(values) >= 0) > 0.95:
-            return len(having)
-    return 0
 
 
 def find_steps(columns: TimelineColumns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:

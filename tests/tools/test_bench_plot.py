@@ -94,7 +94,7 @@ def test_the_same_results_give_the_same_file(measured, ending, begin):
         (["show", "results.json", "--plot", "scaling.txt"], 2, "expected .svg, .png or .pdf"),
         (["show", "results.json", "--plot", "no/such/scaling.svg"], 1, "cannot write"),
         (["show", "results.json", "--plot", "results.svg"], 2, "is the input"),
-        (["report", "results.json"], 2, "'hvdkit bench report' is 'hvdkit bench show --markdown' now"),
+        (["report", "results.json"], 2, "'hvdkit bench report' is 'hvdkit bench show' now"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -16,7 +16,7 @@ from hvdkit.common import json_files
 from hvdkit.errors import DataError, DataNotFoundError, InvalidArgumentError
 from hvdkit.measure.bench import results as bench
 from hvdkit.measure.bench.measurement import JobSteps, Parts
-from hvdkit.measure.bench.subject import ScalingAsked, WithCommit
+from hvdkit.measure.bench.subject import Environment, ScalingAsked
 from hvdkit.read.diff.comparison import diff
 from hvdkit.read.explain.results import JobLaunch
 
@@ -91,7 +91,7 @@ def benched(path, seconds, noise=0.01, repeats=5, mode="strong", asked=(), parts
                 each = Parts(0.0, parts["input"], took / 10 - sum(parts.values()), parts["communication"], 0.0)
                 steps = JobSteps(10, took / 10, 1.0, took / 10, each)
             jobs.append(bench.MeasuredJob(n, repeat, 1.0, took, steps))
-    environment = WithCommit("1", "3.11", "Linux", {}, 4, None)
+    environment = Environment("1", "3.11", "Linux", {}, 4)
     question = ScalingAsked(("train.py",), (), tuple(sorted({*seconds, *asked})), mode, repeats)
     bench.write(path, bench.ScalingResults(question, environment, (), (), jobs))
     return path

@@ -118,7 +118,7 @@ def recordings(tmp_path_factory):
             for ranks in (1, 2, 4)
             for repeat in range(4)
         ]
-        where = subject.WithCommit("1", "3.11", "Linux", {}, 4, None)
+        where = subject.Environment("1", "3.11", "Linux", {}, 4)
         bench_results.write(place / f"bench{number}.json", bench_results.ScalingResults(asked, where, (), (), jobs))
     for ranks in (2, 4):
         json_files.write(place / f"measured{ranks}.json", plan_scale_measured.results(ranks))

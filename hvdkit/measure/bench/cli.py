@@ -37,16 +37,12 @@ from hvdkit.synthetic import benchmark
 
 SUBCOMMANDS = {
     "scaling": ("hvdkit.measure.bench.cli:scaling", "Run a training on 1, 2, 4 ranks: how much faster is it?"),
-    "show": ("hvdkit.measure.bench.cli:show", "Print the results of `scaling` in another form, or plot them."),
+    "show": ("hvdkit.measure.bench.cli:show", "Print the results of `scaling` again, as JSON, or plot them."),
     "synthetic": ("hvdkit.measure.bench.cli:synthetic", "Train on random data: how many images a second?"),
 }
-MOVED = {"report": "hvdkit bench show --markdown", "compare": "hvdkit diff"}
+MOVED = {"report": "hvdkit bench show", "compare": "hvdkit diff"}
 _NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
-_FORMS = (
-    click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),
-    click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each number of ranks."),
-    click.option("--json", "form", flag_value="json", help="Print JSON: the summary of the file."),
-)
+_JSON = click.option("--json", "form", flag_value="json", help="Print JSON: the summary of the file.")
 
 
 @click.group(cls=group_of(SUBCOMMANDS, moved=MOVED))
@@ -91,11 +87,10 @@ def bench() -> None:
 @click.option(
     "--timeout", type=float, callback=seconds_above_0, metavar="S", help="End a job after S seconds, as failed."
 )
-@click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the order of the jobs.")
 @with_options([options.OPTIONS[name] for name in ("launcher", "threads")])
 @click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks per host; all N where N is smaller.")
 @with_options([options.OPTIONS[name] for name in ("depth", "hosts", "hostfile", "variables")])
-@with_options(_FORMS)
+@with_options([_JSON])
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def scaling(
     *,
@@ -105,7 +100,6 @@ def scaling(
     repeats: int,
     warmup_steps: int,
     timeout: float | None,
-    seed: int,
     form: str | None,
     command: tuple[str, ...],
     **where: Any,
@@ -125,7 +119,7 @@ def scaling(
       hvdkit bench scaling -n 1,2 --weak -o r.json -- hvdkit bench synthetic --model mlp
     """
     require_scipy(_NEEDS_SCIPY)
-    asked = ScalingAsked(command, tuple(options.as_words(where)), ranks, mode, repeats, warmup_steps, seed)
+    asked = ScalingAsked(command, tuple(options.as_words(where)), ranks, mode, repeats, warmup_steps)
     subject = describe(asked, [trials.look(n, command, _at(where, n)) for n in ranks])
     found = results.resume(output, subject)
     jobs = Jobs(command, lambda n: options.as_words(_at(where, n)), warmup_steps, output.absolute().parent, timeout)
@@ -158,7 +152,7 @@ def _at(where: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 @click.command()
 @click.argument("file", type=FILE)
-@with_options(_FORMS)
+@with_options([_JSON])
 @click.option(
     "--plot",
     type=PATH,
@@ -170,7 +164,7 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
 
     \b
     Examples:
-      hvdkit bench show results.json --markdown >> README.md
+      hvdkit bench show results.json
       hvdkit bench show results.json --plot scaling.svg
 
     Exit status: 0 success, 1 FILE is something else or the plot cannot be drawn, 2 for bad usage.

@@ -13,7 +13,7 @@ from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench.measurement import JobSteps
-from hvdkit.measure.bench.subject import HowLaunched, ScalingAsked, Subject, WithCommit
+from hvdkit.measure.bench.subject import Environment, HowLaunched, ScalingAsked, Subject
 
 STEPS, CLOSING_LINE = "steps", "closing line"
 _LEAST_S, _MOST_S = 1e-9, 1e9
@@ -59,11 +59,11 @@ class ScalingResults(Document, frozen=True):
     """
 
     kind = "bench-scaling"
-    schema = 3
+    schema = 4
     written_by = "hvdkit bench scaling"
 
     asked: ScalingAsked
-    environment: WithCommit
+    environment: Environment
     launches: tuple[HowLaunched, ...]
     notes: tuple[str, ...]
     jobs: list[MeasuredJob]

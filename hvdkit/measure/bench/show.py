@@ -1,4 +1,4 @@
-"""What was found: as tables, as the lines of a CSV file, and drawn."""
+"""What was found: as tables, and drawn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common import plot, table
+from hvdkit.common import plot
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import change_text, interval_text, number_text, ranks_text
@@ -21,18 +21,8 @@ _BLUE, _RED = "#0072b2", "#d55e00"
 
 
 def page(analysis: ScalingSummary) -> Page:
-    """The verdict, the tables and the notes; CSV has a line for each number of ranks."""
-    parts: list[str | Table] = [*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)]
-    return Page(parts, analysis.notes, [_csv_row(row) for row in analysis.rows])
-
-
-def _csv_row(row: ScalingRow) -> dict[str, object]:
-    found: dict[str, object] = {name: getattr(row, name) for name in ("ranks", "repeats", "failed")}
-    found["oversubscribed"] = int(row.oversubscribed)
-    for name in ("seconds", "speedup", "efficiency"):
-        found |= table.ends(name, getattr(row, name))
-    found |= {name: getattr(row, name) for name in ("step_s", "startup_s", "first_step_s")}
-    return found | {f"{name}_s": getattr(row.parts, name, None) for name in _PARTS}
+    """The verdict, the tables and the notes."""
+    return Page([*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)], analysis.notes)
 
 
 def tables(analysis: ScalingSummary) -> list[Table]:

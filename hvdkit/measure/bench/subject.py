@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +33,8 @@ class ScalingAsked(Part, frozen=True):
         mode: "strong" (every number of ranks does the same work in all) or "weak" (each rank does the same work).
         repeats: jobs at each number of ranks, > 0.
         warmup_steps: first steps of each job that are left out.
-        seed: of the order of the jobs.
+        script: SHA-256 of the Python file or shell script in the command, so that a changed one is another measurement;
+            None without one.
     """
 
     command: tuple[str, ...]
@@ -43,23 +43,11 @@ class ScalingAsked(Part, frozen=True):
     mode: Annotated[str, msgspec.Meta(pattern="^(strong|weak)$")] = STRONG
     repeats: Positive = 5
     warmup_steps: Whole = 5
-    seed: Whole = 0
+    script: str | None = None
 
     def __post_init__(self) -> None:
         if list(self.ranks) != sorted(set(self.ranks)):
             raise ValueError(f"ranks are {', '.join(map(str, self.ranks))}, expected them ascending")
-
-
-class Commit(Part, frozen=True):
-    """Of the repository of the script.
-
-    Attributes:
-        id: its number.
-        changed: whether files were changed since.
-    """
-
-    id: str
-    changed: bool
 
 
 class Environment(Part, frozen=True):
@@ -77,16 +65,6 @@ class Environment(Part, frozen=True):
     system: str
     packages: dict[str, str]
     cores: int
-
-
-class WithCommit(Environment, frozen=True):
-    """Where the script was measured.
-
-    Attributes:
-        commit: None outside of a repository.
-    """
-
-    commit: Commit | None
 
 
 class HowLaunched(Part, frozen=True):
@@ -107,7 +85,7 @@ class HowLaunched(Part, frozen=True):
     settings: tuple[Setting, ...]
 
 
-Subject = tuple[ScalingAsked, WithCommit, tuple[HowLaunched, ...], tuple[str, ...]]
+Subject = tuple[ScalingAsked, Environment, tuple[HowLaunched, ...], tuple[str, ...]]
 """What is measured, as the file of results begins: what was asked, where, how ranks are launched, and notes."""
 
 
@@ -120,13 +98,11 @@ def describe(asked: ScalingAsked, here: Sequence[Here]) -> Subject:
     """
     hidden = _hider(here)
     command, options = tuple(map(hidden, asked.command)), tuple(map(hidden, asked.options))
+    scripts = [Path(word) for word in asked.command if word.endswith((".py", ".sh")) and Path(word).is_file()]
+    script = hashlib.sha256(scripts[0].read_bytes()).hexdigest() if scripts else None
     where, launches = look_around(here)
-    return (
-        msgspec.structs.replace(asked, command=command, options=options),
-        WithCommit(**msgspec.structs.asdict(where), commit=commit(asked.command)),
-        launches,
-        _notes(here),
-    )
+    told = msgspec.structs.replace(asked, command=command, options=options, script=script)
+    return told, where, launches, _notes(here)
 
 
 def look_around(here: Sequence[Here]) -> tuple[Environment, tuple[HowLaunched, ...]]:
@@ -184,37 +160,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def commit(command: Sequence[str]) -> Commit | None:
-    """Commit of the repository of the script in a command, and whether files were changed since; None without one."""
-    script = _script(command)
-    if script is None:
-        return None
-    number = _git(script, "rev-parse", "HEAD")
-    changes = _git(script, "status", "--porcelain", "--untracked-files=no")
-    return None if number is None else Commit(number, bool(changes))
-
-
-def _script(command: Sequence[str]) -> Path | None:
-    """The script of a command: a Python file, the module of ``python -m``, a shell script or the program itself."""
-    words = [*command]
-    for option, name in itertools.pairwise(command):
-        if option == "-m":
-            module = Path(*name.split("."))
-            words += [str(module.with_suffix(".py")), str(module / "__main__.py")]
-    for ending in (".py", ".sh"):
-        for word in words:
-            if word.endswith(ending) and Path(word).is_file():
-                return Path(word)
-    named = command and "/" in command[0] and Path(command[0]).is_file()
-    return Path(command[0]) if named else None
-
-
-def _git(script: Path, *words: str) -> str | None:
-    argv = ["git", "--no-optional-locks", "-C", str(script.resolve().parent), *words]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -287,7 +287,7 @@ class _Job(msgspec.Struct):
 
 
 class _Bench(msgspec.Struct):
-    schema: Annotated[int, msgspec.Meta(ge=1, le=3)]
+    schema: Annotated[int, msgspec.Meta(ge=1, le=4)]
     asked: dict[str, Any]
     environment: dict[str, Any]
     jobs: list[_Job]

@@ -101,14 +101,9 @@ def of_numbers(
     optimizer: str = "adam",
     mixed: bool = False,
     batch: int = 1,
-    layers: int | None = None,
-    sequence: int | None = None,
-    hidden: int | None = None,
-    heads: int | None = None,
-    vocabulary: int | None = None,
-    checkpointing: bool = False,
     fp16_allreduce: bool = False,
     fusion_bytes: int = FUSION_BYTES,
+    **transformer: Any,
 ) -> Need:
     """The terms for a model of which only numbers are known.
 
@@ -119,14 +114,9 @@ def of_numbers(
         mixed: parameters and gradients of ``dtype``, but the optimizer keeps float32 states and a float32 copy of the
             parameters (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes a parameter with Adam).
         batch: samples on one rank.
-        layers, sequence, hidden: of a transformer; without all three there are no activations in the answer. A layer
-            keeps 34 s b h bytes in 16 bits (Korthikanti et al. 2022, arXiv:2205.05198, equation 1, without the
-            matrices of attention, which fused kernels do not keep: Dao et al. 2022, arXiv:2205.14135).
-        heads: attention heads of kernels that keep the matrices: 5 a s^2 b bytes more a layer, in 16 bits.
-        vocabulary: words of a language model: its logits, and their gradient.
-        checkpointing: a layer keeps its input only; one at a time is computed again.
         fp16_allreduce: gradients are copied to half precision to travel.
         fusion_bytes: Horovod's buffer.
+        transformer: what its activations follow from, see ``activations``.
     Raises:
         InvalidArgumentError: only some of what activations need.
     """
@@ -135,16 +125,7 @@ def of_numbers(
     kept = STATES[optimizer] + 1 if mixed else STATES[optimizer]
     state_size = _FULL_PRECISION if mixed else size
     copy = ", a float32 copy of the parameters among them" if mixed else ""
-    activations, activations_how = _activations(
-        size=size,
-        batch=batch,
-        layers=layers,
-        sequence=sequence,
-        hidden=hidden,
-        heads=heads,
-        vocabulary=vocabulary,
-        checkpointing=checkpointing,
-    )
+    kept_for_backward, activations_how = activations(size, batch, **transformer)
     how = {
         "parameters": weights,
         "gradients": weights,
@@ -153,7 +134,11 @@ def of_numbers(
     }
     gradients = count * size
     need = Need(
-        parameters=gradients, gradients=gradients, states=count * kept * state_size, activations=activations, how=how
+        parameters=gradients,
+        gradients=gradients,
+        states=count * kept * state_size,
+        activations=kept_for_backward,
+        how=how,
     )
     return with_horovod(need, size, fp16_allreduce, fusion_bytes)
 
@@ -193,18 +178,31 @@ def per_rank(need: Need, ranks: int) -> PerRank:
     return PerRank(ranks, need.training + horovod, zero)
 
 
-def _activations(
-    *,
+def activations(
     size: int,
     batch: int,
-    layers: int | None,
-    sequence: int | None,
-    hidden: int | None,
-    heads: int | None,
-    vocabulary: int | None,
-    checkpointing: bool,
+    *,
+    layers: int | None = None,
+    sequence: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+    checkpointing: bool = False,
 ) -> tuple[int | None, str]:
-    """Bytes, and how they were found; see ``of_numbers``."""
+    """Bytes that a transformer's backward needs, and in words how they were found.
+
+    Args:
+        size: bytes of a number.
+        batch: samples on one rank.
+        layers, sequence, hidden: without all three nothing is known: None. A layer keeps 34 s b h bytes in 16 bits
+            (Korthikanti et al. 2022, arXiv:2205.05198, equation 1, without the matrices of attention, which fused
+            kernels do not keep: Dao et al. 2022, arXiv:2205.14135).
+        heads: attention heads of kernels that keep the matrices: 5 a s^2 b bytes more a layer, in 16 bits.
+        vocabulary: words of a language model: its logits, and their gradient.
+        checkpointing: a layer keeps its input only; one at a time is computed again.
+    Raises:
+        InvalidArgumentError: only some of what they need.
+    """
     given = {"--layers": layers, "--sequence": sequence, "--hidden": hidden}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given) and heads is None and vocabulary is None and not checkpointing:
@@ -266,8 +264,9 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> t
 
 
 _TERMS = ("parameters", "gradients", "states", "activations", "fusion_buffer", "compression")
-_OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads", "vocabulary", "checkpointing")
-_OF_MODELS = ("input_shape", "device", "measure")
+_OF_TRANSFORMERS = ("layers", "sequence", "hidden", "heads", "vocabulary", "checkpointing")
+_OF_NUMBERS: tuple[str, ...] = ("parameters", "dtype", "mixed", *_OF_TRANSFORMERS)
+_OF_MODELS: tuple[str, ...] = ("model", "input_shape", "device", "measure")
 _WHOLE = click.IntRange(min=1, max=10**9)
 """Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
 
@@ -301,7 +300,13 @@ _WHOLE = click.IntRange(min=1, max=10**9)
 @click.option("--json", "form", flag_value="json", help="Print JSON; sizes are bytes.")
 @click.pass_context
 def memory(
-    ctx: click.Context, /, form: str | None, ranks: tuple[int, ...], capacity_gb: float | None, **wanted: Any
+    ctx: click.Context,
+    /,
+    form: str | None,
+    ranks: tuple[int, ...],
+    capacity_gb: float | None,
+    fusion_threshold_mb: float | None,
+    **wanted: Any,
 ) -> int:
     """Estimate the memory of a training on each rank: parameters, gradients, optimizer, activations, buffers.
 
@@ -317,80 +322,46 @@ def memory(
       hvdkit plan memory --parameters 1e12 --dtype float16 --layers 120 --sequence 2048 --hidden 12288 --checkpointing
       hvdkit plan memory --parameters 7B --dtype bfloat16 --mixed --capacity-gb 80 -n 8,64
     """
-    need, said = _need(ctx, **wanted)
+    if (wanted["model"] is None) == (wanted["parameters"] is None):
+        raise InvalidArgumentError("give either --model or --parameters, and not both.")
+    own, foreign, source = _OF_NUMBERS, _OF_MODELS, "--parameters"
+    if wanted["model"] is not None:
+        own, foreign, source = _OF_MODELS, _OF_NUMBERS, "--model"
+    given = [name for name in foreign if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    if given:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InvalidArgumentError(f"{words} cannot be combined with {source}; leave it out.")
+    fusion = FUSION_BYTES if fusion_threshold_mb is None else round(fusion_threshold_mb * 1024**2)
+    asked = {name: wanted[name] for name in ("batch", "optimizer", *own)}
+    remarks, measured = [], None
+    if wanted["model"] is None:
+        need = of_numbers(**asked, fp16_allreduce=wanted["fp16_allreduce"], fusion_bytes=fusion)
+    else:
+        said = ask("hvdkit.measure.plan.live_model", **asked)
+        first, second = said["batches"]
+        how = {
+            "parameters": "parameters and buffers of the model",
+            "gradients": "those that a backward produced",
+            "states": f"those of {wanted['optimizer']} after a step",
+            "activations": f"what autograd kept for {first} and {second} samples on {wanted['device']}, as a line to "
+            f"{wanted['batch']}",
+        }
+        terms = {name: said[name] for name in ("parameters", "gradients", "states", "activations", "peak")}
+        need = with_horovod(Need(how=how, **terms), said["gradient_size"], wanted["fp16_allreduce"], fusion)
+        if not said["same_operations"]:
+            remarks.append(
+                "The model did other operations at the other batch size; the peak is a line through the two peaks."
+            )
+        if measured := said.get("measured_peak"):
+            off = change_text(said["peak"] / measured - 1)
+            remarks.append(
+                f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off}."
+            )
     rows = [per_rank(need, n) for n in ranks]
     follows, suffices = notes(need, rows, None if capacity_gb is None else round(1e9 * capacity_gb))
-    remarks = [*_notes_of_measuring(need, said), *follows]
-    found = PlannedMemory(need, said.get("measured_peak"), tuple(rows), tuple(remarks))
-    _page(need, rows, remarks).print(form, found)
+    remarks += follows
+    _page(need, rows, remarks).print(form, PlannedMemory(need, measured, tuple(rows), tuple(remarks)))
     return 0 if suffices else 1
-
-
-def _need(
-    ctx: click.Context, *, model: str | None, fusion_threshold_mb: float | None, **wanted: Any
-) -> tuple[Need, dict[str, Any]]:
-    """The terms, from a model or from numbers, and what the model's process said beside them.
-
-    Raises:
-        InvalidArgumentError: options that do not go together, or what ``of_numbers`` and ``_of_model`` raise.
-    """
-    if (model is None) == (wanted["parameters"] is None):
-        raise InvalidArgumentError("give either --model or --parameters, and not both.")
-    foreign = _OF_NUMBERS if model is not None else _OF_MODELS
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in foreign
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    if given:
-        source = "--model" if model is not None else "--parameters"
-        raise InvalidArgumentError(f"{', '.join(given)} cannot be combined with {source}; leave it out.")
-    fusion = FUSION_BYTES if fusion_threshold_mb is None else round(fusion_threshold_mb * 1024**2)
-    shared = {name: wanted.pop(name) for name in ("batch", "optimizer", "fp16_allreduce")}
-    own = {name: wanted[name] for name in (_OF_MODELS if model is not None else _OF_NUMBERS)}
-    if model is not None:
-        return _of_model(model, **shared, **own, fusion_bytes=fusion)
-    return of_numbers(**shared, **own, fusion_bytes=fusion), {}
-
-
-def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
-    found = []
-    if not said.get("same_operations", True):
-        found.append(
-            "The model did other operations at the other batch size; the peak is a line through the two peaks."
-        )
-    measured = said.get("measured_peak")
-    if measured and need.peak is not None:
-        off = change_text(need.peak / measured - 1)
-        found.append(f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off}.")
-    return found
-
-
-def _of_model(factory: str, *, fp16_allreduce: bool, fusion_bytes: int, **question: Any) -> tuple[Need, dict[str, Any]]:
-    """The terms for ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, and what the process said beside them.
-
-    Args:
-        factory: returns (model, inputs) or (model, inputs, loss function of the output).
-        fp16_allreduce, fusion_bytes: see ``with_horovod``.
-        question: ``batch``, samples on one rank; ``optimizer``, of ``STATES``; ``input_shape``, of an input of zeros,
-            batch first, where the factory gives none, else None; ``device``: "cpu" runs small steps,
-            "meta" computes shapes only, for models that do not fit here; ``measure``: also run real steps and take the
-            allocator's peak ("measured_peak", bytes).
-    Raises:
-        InvalidArgumentError: the factory fails, or its model cannot be measured.
-        DataError: the process ended without an answer.
-    """
-    said = ask("hvdkit.measure.plan.live_model", factory, **question)
-    (first, second), device = said["batches"], question["device"]
-    how = {
-        "parameters": "parameters and buffers of the model",
-        "gradients": "those that a backward produced",
-        "states": f"those of {question['optimizer']} after a step",
-        "activations": f"what autograd kept for {first} and {second} samples on {device}, as a line to "
-        f"{question['batch']}",
-    }
-    known = {name: said[name] for name in ("parameters", "gradients", "states", "activations", "peak")}
-    return with_horovod(Need(how=how, **known), said["gradient_size"], fp16_allreduce, fusion_bytes), said
 
 
 def _page(need: Need, rows: Sequence[PerRank], remarks: Sequence[str]) -> Page:

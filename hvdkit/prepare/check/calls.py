@@ -1,4 +1,4 @@
-"""What the text of a call says: its arguments, its object, its name; and which argument fills which parameter."""
+"""What the text of a call says: its place, arguments, object, name; and which argument fills which parameter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import re
 from functools import lru_cache
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def position(node: ast.AST) -> tuple[int, int]:
+    """Line and column."""
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def arguments(call: ast.Call) -> list[ast.expr]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from hvdkit.prepare.check.calls import FunctionNode, argument, arguments, default_of, entries, given_for
+from hvdkit.prepare.check.calls import FunctionNode, argument, arguments, default_of, entries, given_for, position
 from hvdkit.prepare.check.libraries import KEPT_AS_IT_IS, KNOWN_PACKAGES, OTHER_DISTRIBUTORS, canonical, role
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -105,11 +105,6 @@ def remembered(while_asked: object) -> Callable[[Method], Method]:
         return cast("Method", ask)
 
     return decorate
-
-
-def position(node: ast.AST) -> tuple[int, int]:
-    """Line and column."""
-    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 class Flow:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import find, find_branches, find_metrics, removed
+from hvdkit.prepare.check import find, find_branches, find_metrics
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -158,7 +158,7 @@ RULES = (
             row.fix,
             row.find,
         )
-        for row in removed.REMOVED
+        for row in find.REMOVED
     ),
     Rule(
         "broadcast-missing",

@@ -45,8 +45,7 @@ _STATE = {
 _LOADS = {"load_state_dict", "load_weights", "set_weights"}
 _OWN_FILES = ("io.BytesIO", "tempfile.mk", "tempfile.Named", "tempfile.Temporary", "tempfile.Spooled")
 _SAVES = {"torch.save", "torch.jit.save", "tensorflow.saved_model.save", "keras.models.save_model"}
-BACKUP = "keras.callbacks.BackupAndRestore"
-_KERAS_WRITERS = ("keras.callbacks.ModelCheckpoint", BACKUP)
+_KERAS_WRITERS = ("keras.callbacks.ModelCheckpoint", "keras.callbacks.BackupAndRestore")
 _PATHS = (
     "f", "filepath", "path", "directory", "backup_dir", "checkpoint_dir", "export_dir", "file_prefix", "save_path",
 )  # fmt: skip
@@ -405,8 +404,8 @@ def _checkpoint(case: DataCase) -> Verdict:
         kept += [event for event in case.events if case.name(event.node) in _KERAS_WRITERS]
     kept += [event for event in case.having(Role.FIT) if argument(event.node, "checkpoint_dir") is not None]
     states: dict[str, list[Event]] = {state: [] for state in _STATES}
-    for event in writes(case):
-        states[where_it_writes(case, event)].append(event)
+    for event in once(one for one in case.events if _writes(case, one.node) and not case.is_locked(one)):
+        states[_where_it_writes(case, event)].append(event)
     if everywhere := states["every rank"]:
         return _missing(case.lines(everywhere), "a checkpoint is written by every rank")
     if lines := case.lines([*kept, *states["some ranks"]]):
@@ -415,11 +414,6 @@ def _checkpoint(case: DataCase) -> Verdict:
         return _undecided(f"whether line {unclear[0]} runs on one rank or on all, the text does not say")
     doubt = case.elsewhere()
     return _undecided(doubt) if doubt else _not_needed("no checkpoint is written")
-
-
-def writes(case: DataCase) -> list[Event]:
-    """The events that write a model's state to a file, each call once."""
-    return once(event for event in case.events if _writes(case, event.node) and not case.is_locked(event))
 
 
 def _writes(case: DataCase, call: ast.Call) -> bool:
@@ -438,9 +432,13 @@ def _writes(case: DataCase, call: ast.Call) -> bool:
     return keras and not any(one.startswith("torch.") for one in made)
 
 
-def where_it_writes(case: DataCase, event: Event) -> str:
+def _where_it_writes(case: DataCase, event: Event) -> str:
     """Where a write happens, over all the ways to it: on every rank as soon as one way is open to all."""
-    if has_own_path(case, event.node):
+    call = event.node
+    given = [argument(call, name) for name in _PATHS]
+    given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
+    makers = [] if case.name(call) else [one for one in case.calls(receiver(call)) if ".train." in case.name(one)]
+    if case.has_rank(*given, *(one for made in makers for one in arguments(made))):  # a path of its own
         return "some ranks"
     states = {case.where(one) for one in case.events if one.node is event.node}
     statement = case.statement(event.node)
@@ -457,14 +455,6 @@ def _where_it_is_used(case: DataCase, name: ast.Name) -> set[str]:
     if case.has_rank(*(one.test for one in around if isinstance(one, (ast.If, ast.IfExp)))):
         return {"some ranks"}
     return {case.where(event) for event in case.events if event.node in around} or {"every rank"}
-
-
-def has_own_path(case: DataCase, call: ast.Call) -> bool:
-    """Whether a rank is in the arguments that say where to write, those of the checkpoint object included."""
-    given = [argument(call, name) for name in _PATHS]
-    given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
-    makers = [] if case.name(call) else case.calls(receiver(call))
-    return case.has_rank(*given, *(one for made in makers if ".train." in case.name(made) for one in arguments(made)))
 
 
 # 7: shard the data ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hvdkit.common.units import count_text
 from hvdkit.prepare.doctor.facts import PACKAGES, DoctorFacts, Failure, Package
 from hvdkit.prepare.doctor.finding import Checks
 from hvdkit.prepare.doctor.host import MpiLauncher, MpiLibrary
-from hvdkit.prepare.install.facts import PYTHON_VERSIONS, TITLES
+from hvdkit.prepare.install.facts import TITLES
 from hvdkit.steps.device import threads_asked
 
 CHECKS: Checks[DoctorFacts] = Checks()
@@ -31,19 +31,6 @@ _RANK_0 = (
 
 
 # Python, the frameworks and Keras -------------------------------------------------------------------------------------
-
-
-@CHECKS.row(
-    "python",
-    "warning",
-    "Python {facts.python} is outside 3.11 to 3.13.",
-    "Horovod 0.28.1 and hvdkit's changes to it are made for these versions; others may not build or run.",
-    "Make an environment with Python 3.11, 3.12 or 3.13 and install the framework and hvdkit there.",
-)
-def _python(facts: DoctorFacts) -> Words:
-    number = tuple(int(part) for part in facts.python.split(".")[:2])
-    if not PYTHON_VERSIONS[0] <= number <= PYTHON_VERSIONS[-1]:
-        yield {}
 
 
 @CHECKS.row(

@@ -111,7 +111,6 @@ class DoctorFacts:
         host: the machine.
         packages: import name -> package, for every name of PACKAGES.
         tensorflow_keras: version of ``tf.keras``: the Keras that Horovod's own Keras API works on.
-        keras_backend: "tensorflow", "torch", "jax"; None when Keras was not imported.
         devices, extensions: framework's import name -> what it sees, Horovod's extension for it.
         record: what ``hvdkit install`` noted in the Horovod that it built.
         metadata: Horovod's own note of the versions that it was built for, by the framework's import name.
@@ -128,7 +127,6 @@ class DoctorFacts:
     host: DoctorHost
     packages: Mapping[str, Package]
     tensorflow_keras: str | None = None
-    keras_backend: str | None = None
     devices: Mapping[str, Devices] = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     record: BuildRecord | None = None

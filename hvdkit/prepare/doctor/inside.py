@@ -118,14 +118,6 @@ def tensorflow_keras() -> dict[str, Any]:
     return {"version": str(importlib.import_module("tensorflow").keras.__version__)}
 
 
-def keras() -> dict[str, Any]:
-    """Import Keras, and with it its backend."""
-    value = imported("keras")
-    if value["version"].startswith("2."):
-        return {**value, "backend": "tensorflow"}
-    return {**value, "backend": importlib.import_module("keras").config.backend()}
-
-
 def extension(framework: str) -> dict[str, Any]:
     """Load Horovod's extension for a framework; what it was built with and the MPI library it brought along."""
     horovod = importlib.import_module(f"horovod.{framework}")
@@ -168,7 +160,7 @@ STAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "tensorflow.devices": (tensorflow_devices, "tensorflow"),
     "tensorflow.keras": (tensorflow_keras, "tensorflow"),
     "tensorflow.extension": (partial(extension, "tensorflow"), "tensorflow"),
-    "keras": (keras, "tensorflow"),
+    "keras": (partial(imported, "keras"), "tensorflow"),
 }
 """By stage what it does, and the stage whose failure leaves nothing to find out, "" for none."""
 

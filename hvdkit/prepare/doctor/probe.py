@@ -198,7 +198,6 @@ def gather(
         host=host.look(),
         packages=packages,
         tensorflow_keras=value("tensorflow.keras").get("version"),
-        keras_backend=value("keras").get("backend"),
         devices=devices,
         extensions=extensions,
         record=record,

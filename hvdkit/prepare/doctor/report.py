@@ -114,8 +114,6 @@ def _package(facts: DoctorFacts, package: Package) -> Component:
         return Component("broken", package.distribution_version, "its import fails")
     if package.version is None:
         return Component("untested", package.distribution_version, "not imported, since another import failed")
-    if package.name == "keras":
-        return Component("working", package.version, f"on {facts.keras_backend}")
     detail, devices = "", facts.devices.get(package.name)
     if devices and devices.failure:
         detail = "its devices are unknown"

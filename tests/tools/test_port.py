@@ -217,6 +217,11 @@ def test_seeds_make_the_data_the_same() -> None:
         ("for epoch", "with mlflow.start_run():\n  for epoch", "in a statement that trains, too"),
         ("for epoch", "writer = SummaryWriter()\nruns = [writer]\nfor epoch", "as part of a larger statement"),
         ("optimizer.step()\n", "optimizer.step()\nprint(evaluate(model))\n", "calls `model.eval`"),
+        (
+            "optimizer.step()\n",
+            "optimizer.step()\nfor (x,) in loader:\n    model(x)\n",
+            "same loader trains and evaluates",
+        ),
         ("for epoch", "lr = wandb.config.lr\nfor epoch", "is read on every rank"),
         ("model = ", "from numpy.random import rand\nmodel = rand() and ", "without a seed every rank draws"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, 'm')\ntorch.load('m')\n", "may read it"),

@@ -120,9 +120,9 @@ def test_clocks_that_cannot_be_aligned_are_refused(tmp_path, files):
     refused(DataError, "start_time_since_epoch_in_micros", headless, files[1], files[2])
 
 
-def test_files_of_different_runs_are_refused_with_both_times(tmp_path, files):
+def test_files_of_different_runs_are_refused(tmp_path, files):
     later = timeline(tmp_path / "l.json", (10, 10), epoch=EPOCH + 3600 * 10**6)
-    refused(DataError, r"2023-11-14 23:13:20\.\d+ .* 2023-11-14 22:13:20\.\d+ .*3\.6e\+03 s apart", later, *files[1:])
+    refused(DataError, r"recorded 3\.6e\+03 s apart", later, *files[1:])
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\x1f\x8bxx", b'{"traceEvents": 3}', b'{"traceEvents": [{}]}'])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,7 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path) -> Overla
     since, until = float(profile.start[recorded].min()), float(profile.end[recorded].max())
     if first >= until or since >= last:
         raise DataError(
-            f"{str(recording.path)!r} (operations from {_clock(base, first)} to {_clock(base, last)} UTC) and "
-            f"{str(file.path)!r} ({_clock(base, since)} to {_clock(base, until)} UTC) are "
+            f"{str(recording.path)!r} and {str(file.path)!r} were recorded "
             f"{max(first - until, since - last) / 1e6:.3g} s apart; give files of the same run."
         )
     exchange, sets = operations.exchange + shift, Sets(profile)
@@ -105,13 +103,6 @@ def _base(file: TraceFile) -> int:
             f"the clock of {str(file.path)!r} cannot be aligned: expected baseTimeNanoseconds in the file, nanoseconds "
             "since 1970, as torch.profiler writes it."
         ) from error
-
-
-def _clock(base: int, time: float) -> str:
-    try:
-        return datetime.fromtimestamp(base / 1e9 + time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    except (OverflowError, ValueError, OSError):
-        return "an impossible date"
 
 
 def _texts(recording: Recording, file: TraceFile, shift: float) -> Iterator[bytes]:

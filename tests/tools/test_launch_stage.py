@@ -277,18 +277,10 @@ def test_the_copy_of_the_job_that_was_sooner_stays(own, tmp_path):
     assert stage.has(own / "key") and (own / "key/bin/tool").exists() and len(list(own.iterdir())) == 1
 
 
-def test_only_what_nobody_uses_is_removed(own, tmp_path, monkeypatch):
-    processes = tmp_path / "proc"
-    for name, text in {"self": "", "12": f"A=b\0PATH=/x:{own}/used/bin:/y\0"}.items():
-        (processes / name).mkdir(parents=True)
-        (processes / name / "environ").write_text(text)
-    monkeypatch.setattr(stage, "_PROCESSES", processes)
-    for name in ("used", "unused", "recent"):
+def test_only_what_no_job_asked_for_lately_is_removed(own, tmp_path):
+    for name in ("old", "recent"):
         staged(own, tmp_path, name)
-        if name != "recent":
-            os.utime(own / name, (time.time() - 90_000,) * 2)
+    os.utime(own / "old", (time.time() - 40 * 86_400,) * 2)
+    (own / "link").symlink_to(tmp_path)
     stage.clean(own)
-    assert sorted(path.name for path in own.iterdir()) == ["recent", "used"]
-    (own / "used/bin/tool").unlink()
-    with pytest.raises(LaunchError, match="a process uses it"):
-        stage.has(own / "used")
+    assert sorted(path.name for path in own.iterdir()) == ["link", "recent"]

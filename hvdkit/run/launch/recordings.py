@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,13 +35,8 @@ def recorder(mpi_bin: Path | None, environ: Mapping[str, str], *, dry: bool) -> 
         mpi_bin: directory of the programs of the MPI that the job runs with, None where that is not known.
         dry: it is only to be shown, and need not be there.
     Raises:
-        LaunchError: there is no mpicc, or it does not compile; or this is no Linux.
+        LaunchError: there is no mpicc, or it does not compile.
     """
-    if not sys.platform.startswith("linux"):
-        raise LaunchError(
-            f"--mpi-profile puts its recorder into the ranks by LD_PRELOAD, which {sys.platform} does not have; use "
-            "Linux, or leave it out."
-        )
     mpicc = mpi_recorder.find_mpicc(mpi_bin, environ)
     if mpicc is None:
         if dry:

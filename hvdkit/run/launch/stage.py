@@ -40,8 +40,8 @@ _MARK = ".hvdkit-stage"
 """A file in a copy, with the key of what was unpacked."""
 _PIECE = 8 << 20
 """Bytes that go over the network at a time: enough for MPI to send a part while it receives the next."""
-_UNUSED_S = 86400.0
-"""Seconds since a job asked for a copy, or began one, after which it may be removed; no job starts for longer."""
+_UNUSED_S = 30 * 86400.0
+"""Seconds since a job asked for a copy, or began one, after which it may be removed: no job runs for longer."""
 _NAME_THE_PREFIX = ("bin/*", "lib*/python*/site-packages/*.pth", "lib*/python*/site-packages/__editable__*.py")
 """Files that may name the environment's own place; scripts in ``bin`` do in their first line."""
 _SHARED = (
@@ -49,7 +49,7 @@ _SHARED = (
     *("weka", "gfs2", "ocfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs"),
 )
 """What the names of file systems begin with that hosts share."""
-_MOUNTS, _PROCESSES = Path("/proc/self/mounts"), Path("/proc")
+_MOUNTS = Path("/proc/self/mounts")
 
 
 # The job
@@ -333,44 +333,25 @@ def prepare(store: Path) -> None:
 
 
 def has(place: Path) -> bool:
-    """Whether a copy is there and whole: something that cleans ``/tmp`` may have taken a part.
-
-    One that is not whole is removed.
-
-    Raises:
-        LaunchError: it is not whole, and a process uses it.
-    """
+    """Whether a copy is there and whole: something that cleans ``/tmp`` may have taken a part. If so, it is removed."""
     if not place.exists():
         return False
     mark = place / _MARK
     if mark.exists() and mark.read_text(encoding="ascii", errors="replace") == key(place)[0]:
         os.utime(place)
         return True
-    if place.name in _in_use(place.parent):
-        raise LaunchError(f"{place} was changed since it was staged, and a process uses it; end that one first.")
     _remove(place)
     return False
 
 
 def clean(store: Path) -> None:
-    """Remove copies that no process of this user uses and no recent job asked for, and what a killed job left."""
-    used = _in_use(store)
+    """Remove copies that no job asked for lately, and what a killed job left."""
     for place in store.iterdir():
-        if place.is_symlink() or not place.is_dir() or place.name in used:
+        if place.is_symlink() or not place.is_dir():
             continue
         with contextlib.suppress(FileNotFoundError):  # another job does the same
             if time.time() - place.stat().st_mtime > _UNUSED_S:
                 _remove(place)
-
-
-def _in_use(store: Path) -> set[str]:
-    """Names of the copies that processes of this user have in their variables."""
-    found: set[str] = set()
-    for process in _PROCESSES.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended, or another user's
-            variables = os.fsdecode((process / "environ").read_bytes())
-            found.update(re.split("[/:\0]", part)[0] for part in variables.split(f"{store}/")[1:])
-    return found
 
 
 def _remove(place: Path) -> None:

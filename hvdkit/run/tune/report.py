@@ -121,20 +121,6 @@ class Confirmed(Part, frozen=True):
     pairs: int
 
 
-class MeasuredSettings(TunedJob, frozen=True, kw_only=True):
-    """What was tuned, and what came out.
-
-    Attributes:
-        measure: what was compared.
-        verdict: what follows, in a sentence or two.
-        confirmed: the finalists.
-    """
-
-    measure: str
-    verdict: str
-    confirmed: tuple[Confirmed, ...]
-
-
 class Tried(Part, frozen=True):
     """One setting.
 
@@ -164,10 +150,13 @@ class Leader(Part, frozen=True):
     speedup: float
 
 
-class TuneOutcome(Document, MeasuredSettings, frozen=True, kw_only=True):
+class TuneOutcome(Document, TunedJob, frozen=True, kw_only=True):
     """The outcome of a search.
 
     Attributes:
+        measure: what was compared.
+        verdict: what follows, in a sentence or two.
+        confirmed: the finalists.
         interrupted: nothing is adopted.
         budget_ended: the time was up before everything was tried.
         adopted: settings; None for the defaults.
@@ -178,6 +167,9 @@ class TuneOutcome(Document, MeasuredSettings, frozen=True, kw_only=True):
     kind = "tune"
     written_by = "hvdkit tune --json"
 
+    measure: str
+    verdict: str
+    confirmed: tuple[Confirmed, ...]
     interrupted: bool
     budget_ended: bool
     adopted: Tuned | None
@@ -189,7 +181,11 @@ def outcome(search: Search, subject: TunedJob, *, interrupted: bool = False) -> 
     """The outcome for a program."""
     best, leader = None if interrupted else search.best(), search.leader()
     return TuneOutcome(
-        **structs.asdict(_measured(search, subject, interrupted=interrupted)),
+        **structs.asdict(subject),
+        measure=search.measure,
+        verdict=verdict(search, interrupted=interrupted),
+        # an endless interval is null in JSON
+        confirmed=tuple(Confirmed(setting, *astuple(found)) for setting, found in search.confirmed().items()),
         interrupted=interrupted,
         budget_ended=search.budget_ended,
         adopted=best,
@@ -219,20 +215,8 @@ def save(path: Path, search: Search, subject: TunedJob, launcher: str | None = N
     settings = DEFAULT if best is None else best
     if best is not None and launcher is not None:
         settings = structs.replace(best, launcher=launcher)
-    json_files.write(path, TunedFile(settings, _measured(search, subject)))
+    json_files.write(path, TunedFile(settings, json_files.plain(outcome(search, subject))))
     return settings
-
-
-def _measured(search: Search, subject: TunedJob, *, interrupted: bool = False) -> MeasuredSettings:
-    """What a search found, in the form of its file."""
-    # an endless interval is null in JSON
-    confirmed = tuple(Confirmed(setting, *astuple(found)) for setting, found in search.confirmed().items())
-    return MeasuredSettings(
-        **structs.asdict(subject),
-        measure=search.measure,
-        verdict=verdict(search, interrupted=interrupted),
-        confirmed=confirmed,
-    )
 
 
 def _interval(found: Speedup) -> str:

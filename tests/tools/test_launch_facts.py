@@ -147,3 +147,20 @@ def test_a_horovod_that_does_not_load_is_one_sentence_with_the_reason(tmp_path, 
 def test_no_horovod_is_no_error(monkeypatch):
     monkeypatch.setattr(facts, "horovod_directory", lambda: None)
     assert facts.installed_horovod(Path(sys.executable)) is None
+
+
+@pytest.mark.parametrize(
+    ("siblings", "cpus", "cores"),
+    [
+        (("0,2\n", "1,3\n", "0,2\n", "1,3\n"), {0, 1, 2, 3}, 2),
+        (("0,2\n", "1\n", "0,2\n"), {0, 2}, 1),
+        ((), {0, 1, 5}, 3),
+    ],
+    ids=["hyperthreads count once", "those that may be used", "without a description each is a core"],
+)
+def test_cores_are_physical_ones(tmp_path, siblings, cpus, cores):
+    for cpu, text in enumerate(siblings):
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(text)
+    assert facts.physical_cores(cpus, tmp_path) == cores
+    assert 1 <= facts.usable_cores() <= len(os.sched_getaffinity(0))

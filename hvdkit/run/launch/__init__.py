@@ -7,7 +7,7 @@
              │      recordings)
              └── supervise ── (peer, reach,       one process that watches the job, in hvdkit launch
                      ⇅       outcome, stall, shown)    TCP, with a proof that each side knows the job's secret
-                   rank ── (stacks)               one process beside each rank, on whatever host it is
+                   rank                           one process beside each rank, on whatever host it is
 
 ``plan`` is pure: facts in, command line and environment out, through ``mpirun``, ``horovodrun`` and, for the launchers
 of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before the user's command,
@@ -24,7 +24,7 @@ Where a rank cannot reach ``hvdkit launch`` (a firewall, or a launcher that hand
 runs all the same, seen to by the launcher alone. ``reach`` asks the hosts whether they answer, when a rank has lost
 another or none has come.
 
-``shown`` is all that is seen of the job: ``output`` tags lines, and ``tracebacks`` sorts what the ranks write as they
-fail, so that the cause is read last. ``stall`` reads Horovod's reports of collectives that wait, and ``stacks`` is what
-makes each Python of a rank ready to show where it stands, or to profile itself. ``start`` starts the launcher itself.
+``shown`` is all that is seen of the job: it tags lines, and ``tracebacks`` sorts what the ranks write as they fail, so
+that the cause is read last. ``stall`` reads Horovod's reports of collectives that wait, and ``observe.startup`` makes
+each Python of a rank ready to show where it stands, or to profile itself. ``start`` starts the launcher itself.
 """

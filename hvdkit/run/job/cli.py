@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
-from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
+from hvdkit.common.commands import PATH, with_options
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import kubernetes, script, site
 from hvdkit.run.job import submit as submitting
 from hvdkit.run.job.model import BatchJob
 from hvdkit.run.job.script import SYSTEMS
+from hvdkit.run.launch.options import options_of
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -29,28 +30,7 @@ from hvdkit.run.job.script import SYSTEMS
     metavar="NAME|FILE",
     help=f"Your site: {', '.join(site.known())}, or a TOML file of your own  [default: the system's]",
 )
-@click.option("--nodes", type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
-@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks on each host  [default: one a GPU, else one a socket]")
-@click.option("--walltime", metavar="HH:MM:SS", help="Time limit of the job; only Kubernetes can do without.")
-@click.option("--queue", metavar="Q", help="Queue or partition  [default: the first of the site's that fits]")
-@click.option("--qos", metavar="Q", help="Slurm: quality of service.")
-@click.option("--constraint", metavar="C", help="Slurm: features that the hosts must have  [default: the site's]")
-@click.option("--account", metavar="A", help="Account or project to charge.")
-@click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores of each rank  [default: the site's]")
-@click.option("--gpus-per-node", type=AT_LEAST_0, metavar="G", help="GPUs on each host, 0 to train on its CPUs.")
-@click.option("--mem", metavar="M", help="Memory of each host, such as 64G.")
-@click.option("--exclusive", is_flag=True, help="Request whole hosts.")
-@click.option("--stage", is_flag=True, help="Copy the environment to the hosts' local disks first.")
-@click.option("--array", metavar="A-B[:S][%M]", help="Submit a job array, with at most M jobs running.")
-@click.option("--output", "log", metavar="LOG", help="File for the job's output, in the batch system's pattern.")
-@click.option(
-    "--signal",
-    metavar="SIGNAL@SECONDS",
-    help="Have it sent so long before the time limit, such as USR1@120, to save in.",
-)
-@click.option("--requeue", is_flag=True, help="Queue the job again when it is preempted or loses a host.")
-@click.option("--mail-type", metavar="EVENTS", help="Have mail sent: ALL, or some of BEGIN,END,FAIL,REQUEUE.")
-@click.option("--directive", multiple=True, metavar="TEXT", help="A further directive, without its prefix; repeatable.")
+@with_options(tuple(options_of(BatchJob).values()))
 @click.option("--image", help="Kubernetes: the container image.")
 @click.option(
     "--volume", "volumes", multiple=True, metavar="CLAIM:DIR", help="Kubernetes: a volume for every pod; repeatable."
@@ -61,7 +41,6 @@ from hvdkit.run.job.script import SYSTEMS
     metavar="DIR",
     help=f"Kubernetes: where the image's user has ssh keys; {kubernetes.ROOT} for root.",
 )
-@click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Write the script to FILE, not to standard output.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @click.option("--submit", "submit_it", is_flag=True, help="Submit the job, show its output, and exit with its status.")

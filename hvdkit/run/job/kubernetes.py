@@ -11,19 +11,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import script
 from hvdkit.run.job.model import BatchJob, seconds
-from hvdkit.run.launch.options import as_words
+from hvdkit.run.launch.options import as_words, options_of
 
 NAME = "kubernetes"
 SUBMIT = "kubectl create -f"
 ROOT = "/root/.ssh"
-_READ = ("name", "depth", "gpus_per_node")
-"""What an MPIJob has a place for, of what a job need not have."""
+_READ = ("nodes", "ppn", "walltime", "name", "depth", "gpus_per_node")
+"""What an MPIJob has a place for."""
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_LABEL = 63
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
@@ -50,10 +50,9 @@ def write(
     """
     script.check(job)
     job = replace(job, ppn=job.ppn or job.gpus_per_node or 1)
-    for field in fields(job):
-        if field.default is not MISSING and field.name not in _READ and getattr(job, field.name) != field.default:
-            option = "output" if field.name == "log" else field.name.replace("_", "-")
-            raise InvalidArgumentError(f"--{option} is for batch systems; leave it out with --system {NAME}.")
+    for name, option in options_of(BatchJob).items():
+        if name not in _READ and getattr(job, name):
+            raise InvalidArgumentError(f"{option.flags[0]} is for batch systems; leave it out with --system {NAME}.")
     longest = f"{job.name}-worker-{job.nodes - 1}"
     if _LABEL.fullmatch(job.name) is None or len(longest) > _LONGEST_LABEL:
         raise InvalidArgumentError(

@@ -7,9 +7,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1
 from hvdkit.common.json_files import Part, Positive
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch.options import LAUNCHERS
+from hvdkit.run.launch.options import LAUNCHERS, typed
 
 SINGLE_LINE, SHELL, WALLTIME = r"\A[^\r\n]*\Z", r"\A#![^\r\n]*bash[^\r\n]*\Z", r"\A[0-9]{1,3}(:[0-5][0-9]){2}\Z"
 SYSTEM_NAMES = ("pbs", "slurm", "lsf", "cobalt")
@@ -33,48 +34,42 @@ def seconds(walltime: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """What the user asks for.
+    """What the user asks for. What an option means stands in its help.
 
     Attributes:
-        nodes: number of hosts, > 0.
-        ppn: ranks on each, > 0, None for one a GPU, or one a socket to train on CPUs.
-        walltime: HH:MM:SS, None for no limit (Kubernetes).
         command: what each rank runs, at least one word.
-        name: of the job, also in the names of its logs.
-        queue, account, qos, constraint: None for the site's own.
-        depth: cores of each rank, > 0, None for the site's own.
-        gpus_per_node: >= 0, 0 for ranks that train on CPUs, None for what the site gives.
-        mem: memory of each host, a number with M, G or T, None for what the site gives.
-        exclusive: no other job on the hosts.
-        array: FIRST-LAST, FIRST-LAST:STEP, and %MOST at a time: so many jobs of this one script; None for one.
-        log: file for what the job prints, in the batch system's own pattern, None for the usual one.
-        stage: the hosts get copies of the environment first.
-        signal: SIGNAL@SECONDS: sent to the job so long before its time limit, None for none.
-        requeue: it is queued again when it is preempted or loses a host.
-        mail_type: events of which its owner gets mail, such as BEGIN,END,FAIL.
-        directive: further ones, without their prefix: those of the queue before the user's own.
+        directive: without their prefix; once a site has settled the job, those of the queue before the user's own.
     """
 
-    nodes: int
-    ppn: int | None
-    walltime: str | None
-    command: tuple[str, ...]
-    name: str = "hvdkit"
-    queue: str | None = None
-    account: str | None = None
-    depth: int | None = None
-    gpus_per_node: int | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    mem: str | None = None
-    exclusive: bool = False
-    array: str | None = None
-    log: str | None = None
-    stage: bool = False
-    signal: str | None = None
-    requeue: bool = False
-    mail_type: str | None = None
-    directive: tuple[str, ...] = ()
+    nodes: int = typed(type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
+    ppn: int | None = typed(
+        type=AT_LEAST_1, metavar="P", help="Ranks on each host  [default: one a GPU, else one a socket]"
+    )
+    walltime: str | None = typed(metavar="HH:MM:SS", help="Time limit of the job; only Kubernetes can do without.")
+    command: tuple[str, ...] = ()
+    name: str = typed(default="hvdkit", help="Name of the job and of its logs.")
+    queue: str | None = typed(metavar="Q", help="Queue or partition  [default: the first of the site's that fits]")
+    account: str | None = typed(metavar="A", help="Account or project to charge.")
+    depth: int | None = typed(type=AT_LEAST_1, metavar="D", help="Cores of each rank  [default: the site's]")
+    gpus_per_node: int | None = typed(
+        type=AT_LEAST_0, metavar="G", help="GPUs on each host, 0 to train on its CPUs  [default: the site's]"
+    )
+    qos: str | None = typed(metavar="Q", help="Slurm: quality of service.")
+    constraint: str | None = typed(metavar="C", help="Slurm: features that the hosts must have  [default: the site's]")
+    mem: str | None = typed(metavar="M", help="Memory of each host, such as 64G.")
+    exclusive: bool = typed(is_flag=True, settled=False, help="Request whole hosts.")
+    array: str | None = typed(metavar="A-B[:S][%M]", help="Submit a job array, with at most M jobs running.")
+    log: str | None = typed("--output", metavar="LOG", help="File for the job's output, in the batch system's pattern.")
+    stage: bool = typed(is_flag=True, settled=False, help="Copy the environment to the hosts' local disks first.")
+    signal: str | None = typed(
+        metavar="SIGNAL@SECONDS",
+        help="Have it sent so long before the time limit, such as USR1@120, to save in.",
+    )
+    requeue: bool = typed(is_flag=True, settled=False, help="Queue the job again when it is preempted or loses a host.")
+    mail_type: str | None = typed(metavar="EVENTS", help="Have mail sent: ALL, or some of BEGIN,END,FAIL,REQUEUE.")
+    directive: tuple[str, ...] = typed(
+        multiple=True, settled=(), metavar="TEXT", help="A further directive, without its prefix; repeatable."
+    )
 
     @property
     def ranks_per_node(self) -> int:

@@ -1,13 +1,13 @@
 """What a job is asked for: each option once, as it is typed, what it means, and how a launcher says it.
 
-``Request`` is the one object. A field that can be typed is made by ``_typed``: its flags and help for click, what it
+``Request`` is the one object. A field that can be typed is made by ``typed``: its flags and help for click, what it
 needs beside it, and in which words launchers say it. The tools that run many launches (``tune``, ``bench``,
 ``emulate``) take some of the same options and hand them on by ``as_words``.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: RUF009 - _typed is dataclasses.field
+# ruff: noqa: RUF009 - typed is dataclasses.field
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -62,20 +62,31 @@ class Typed:
         return click.option(*self.flags, self.name, **self.click)(function)
 
 
-def _typed(
+def typed(
     *flags: str,
     needs: tuple[str, str] | None = None,
     said: Mapping[str, tuple[str, ...]] | None = None,
     settled: Any = None,
     **keywords: Any,
 ) -> Any:
-    """A field of ``Request`` that can be typed; ``settled``: its value where nothing was."""
+    """A field of a dataclass that can be typed; ``settled``: its value where nothing was. See ``options_of``."""
     metadata = {"flags": flags, "needs": needs, "said": said or {}, "click": keywords}
     if keywords.get("required"):
         return field(metadata=metadata)
-    if keywords.get("multiple"):
+    if keywords.get("multiple") and settled is None:
         return field(default_factory=dict, metadata=metadata)
     return field(default=keywords.get("default", settled), metadata=metadata)
+
+
+def options_of(kind: Any) -> dict[str, Typed]:
+    """The options of a dataclass whose fields are made by ``typed``, by name and in order."""
+    found = {}
+    for option in fields(kind):
+        if option.metadata:
+            flags = option.metadata["flags"] or (f"--{option.name.replace('_', '-')}",)
+            how = option.metadata["click"], option.metadata["needs"], option.metadata["said"]
+            found[option.name] = Typed(option.name, flags, *how)
+    return found
 
 
 def environment_variables(_ctx: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
@@ -135,21 +146,21 @@ class Request:
         elastic: ranks come and go.
     """
 
-    n: int = _typed("-n", "-np", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks).")
+    n: int = typed("-n", "-np", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks).")
     command: tuple[str, ...] = ()
-    launcher: str = _typed(
+    launcher: str = typed(
         type=click.Choice(["auto", *LAUNCHERS]),
         default="auto",
         help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun), else mpirun when Horovod was built "
         "with MPI, else horovodrun (Gloo).",
     )
-    ppn: int | None = _typed(
+    ppn: int | None = typed(
         type=AT_LEAST_1,
         metavar="P",
         help="Ranks on each host.",
         said={"mpiexec": ("--ppn", "{}"), "aprun": ("-N", "{}"), "jsrun": ("-r", "{}")},
     )
-    hosts: tuple[Host, ...] = _typed(
+    hosts: tuple[Host, ...] = typed(
         "--hosts",
         "-H",
         settled=(),
@@ -157,15 +168,15 @@ class Request:
         help="Hosts and the ranks that each may take  [default: the batch job's]",
         said={"mpiexec": ("--hosts", "{}"), "aprun": ("-L", "{}"), "srun": ("--nodelist={}",)},
     )
-    hostfile: Path | None = _typed(
+    hostfile: Path | None = typed(
         type=PATH, metavar="FILE", help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line."
     )
-    threads: int | None = _typed(
+    threads: int | None = typed(
         type=AT_LEAST_1,
         metavar="T",
         help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
     )
-    depth: int | None = _typed(
+    depth: int | None = typed(
         type=AT_LEAST_1,
         metavar="D",
         help="Cores per rank; each rank is bound to its cores.",
@@ -176,18 +187,18 @@ class Request:
             "jsrun": ("-c", "{}"),
         },
     )
-    gpus_per_node: int | None = _typed(
+    gpus_per_node: int | None = typed(
         type=AT_LEAST_1,
         metavar="G",
         help="GPUs per host to request from srun or jsrun.",
         said={"srun": ("--gpus-per-node={}",), "jsrun": ("-g", "{}")},
     )
-    bind: str = _typed(
+    bind: str = typed(
         type=click.Choice(BINDINGS),
         default="none",
         help="Bind each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
     )
-    cpu_bind: str | None = _typed(
+    cpu_bind: str | None = typed(
         metavar="SPEC",
         help="Binding in the launcher's own words, passed on unchanged, such as list:0-7:8-15 (PALS, aprun), "
         "mask_cpu:ff,ff00 (srun) or numa (mpirun).",
@@ -198,7 +209,7 @@ class Request:
             "aprun": ("--cc", "{}"),
         },
     )
-    variables: Mapping[str, str] = _typed(
+    variables: Mapping[str, str] = typed(
         "--env",
         multiple=True,
         callback=environment_variables,
@@ -206,147 +217,137 @@ class Request:
         help="Set an environment variable in every rank; a name alone takes its value from here, unseen by other "
         "users. Repeatable.",
     )
-    timeline: Path | None = _typed(**_WRITTEN, help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).")
-    skew: bool = _typed(
+    timeline: Path | None = typed(**_WRITTEN, help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).")
+    skew: bool = typed(
         is_flag=True,
         settled=False,
         needs=("timeline", "the file it is about"),
         help="Record in the timeline which rank was late in every step. Negotiation gets slower (no response cache).",
     )
-    monitor: Path | None = _typed(
+    monitor: Path | None = typed(
         **_DIRECTORY, help="Keep the history of the run in DIR and report stragglers, without a change of the script."
     )
-    mpi_profile: Path | None = _typed(
+    mpi_profile: Path | None = typed(
         **_DIRECTORY,
         help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
     )
-    mpi_profile_wait: bool = _typed(
+    mpi_profile_wait: bool = typed(
         is_flag=True,
         settled=False,
         needs=("mpi_profile", "the directory that it is written to"),
         help="Also measure how long ranks wait for each other, with a barrier before each collective.",
     )
-    torch_profile: Path | None = _typed(
+    torch_profile: Path | None = typed(
         **_DIRECTORY,
         help="Have PyTorch's profiler record some steps of every rank in DIR, for `hvdkit trace summary DIR`.",
     )
-    torch_profile_steps: tuple[int, ...] | None = _typed(
+    torch_profile_steps: tuple[int, ...] | None = typed(
         callback=_profiled_steps,
         metavar="WAIT,WARMUP,ACTIVE",
         needs=("torch_profile", "the directory that it is about"),
         help=f"Optimizer steps to skip, to trace and discard, and to record  [default: {_TORCH_STEPS}]",
     )
-    explain_job: Path | None = _typed(
+    explain_job: Path | None = typed(
         is_flag=True,
         help="Record the times of the steps of every rank. At the end say what cost the job most time, as "
         "`hvdkit explain` does, also from what the other options record.",
     )
-    explain_dir: Path | None = _typed(
+    explain_dir: Path | None = typed(
         **_DIRECTORY,
         needs=("explain_job", "whose recordings are written there"),
         help="Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]",
     )
-    autotune_log: Path | None = _typed(
+    autotune_log: Path | None = typed(
         **_WRITTEN,
         help="Let Horovod tune itself as it trains, and write what it tries to FILE (HOROVOD_AUTOTUNE_LOG).",
     )
-    tuned: Tuned = _typed(
+    tuned: Tuned = typed(
         type=FILE,
         settled=Tuned(),
         metavar="FILE",
         help="Settings from a file of 'hvdkit tune', or the best row of an autotune log, in Horovod's units.",
     )
-    cycle_time_ms: float | None = _typed(
+    cycle_time_ms: float | None = typed(
         type=float,
         callback=not_below_0,
         metavar="MS",
         help="Horovod's cycle time: time between two negotiations (HOROVOD_CYCLE_TIME).",
     )
-    fusion_threshold_mb: float | None = _typed(
+    fusion_threshold_mb: float | None = typed(
         type=float,
         callback=not_below_0,
         metavar="MB",
         help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
     )
-    cache_capacity: int | None = _typed(
+    cache_capacity: int | None = typed(
         type=AT_LEAST_0,
         metavar="N",
         help="Tensors in Horovod's response cache, 0 for none (HOROVOD_CACHE_CAPACITY).",
     )
-    hierarchical_allreduce: bool | None = _typed(
+    hierarchical_allreduce: bool | None = typed(
         "--hierarchical-allreduce/--no-hierarchical-allreduce",
         default=None,
         help="Reduce within each host first, then between hosts (NCCL).",
     )
-    stall_timeout: float | None = _typed(
+    stall_timeout: float | None = typed(
         type=float,
         callback=seconds_above_0,
         metavar="S",
         help="End the job when a collective waits longer than S seconds, and write every rank's call stacks  "
         "[default: off; a rank may rightly be busy for long]",
     )
-    stall_dir: Path | None = _typed(
+    stall_dir: Path | None = typed(
         **_DIRECTORY,
         needs=("stall_timeout", "which says when stacks are written there"),
         help="Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]",
     )
-    stage: Staged | None = _typed(
+    stage: Staged | None = typed(
         is_flag=True,
         help="First copy the environment to the local disk of every host, once, over MPI; the ranks import from there.",
     )
-    stage_dir: Path | None = _typed(
+    stage_dir: Path | None = typed(
         **_DIRECTORY,
         needs=("stage", "which copies the environment there"),
         help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
     )
-    preflight: bool = _typed(
+    preflight: bool = typed(
         is_flag=True,
         settled=False,
         help="Check every rank first (hvdkit doctor --job); start COMMAND only if all can train.",
     )
-    restarts: int = _typed(
+    restarts: int = typed(
         type=AT_LEAST_0,
         default=0,
         metavar="K",
         help="Restart a failed job at most K times; COMMAND resumes from its own checkpoints (HVDKIT_RESTART counts)",
     )
-    grace: float | None = _typed(
+    grace: float | None = typed(
         type=float,
         callback=seconds_above_0,
         metavar="S",
         help="Seconds that the ranks have to save and end when this program is told to end; they get SIGTERM at once, "
         f"then SIGKILL  [default: {GRACE_S:g}, in a batch job {BATCH_GRACE_S:g}]",
     )
-    min_np: int | None = _typed(
+    min_np: int | None = typed(
         type=AT_LEAST_1, metavar="N", help="Elastic: minimum number of ranks; below it the job waits."
     )
-    max_np: int | None = _typed(type=AT_LEAST_1, metavar="N", help="Elastic: maximum number of ranks.")
-    host_discovery_script: Path | None = _typed(
+    max_np: int | None = typed(type=AT_LEAST_1, metavar="N", help="Elastic: maximum number of ranks.")
+    host_discovery_script: Path | None = typed(
         type=FILE,
         callback=_absolute,
         metavar="FILE",
         help="Elastic: a script that prints the available hosts, one HOST:SLOTS per line.",
     )
-    tag: bool = _typed("--tag/--no-tag", default=True, help="Put [rank] before each line of output.")
-    verbose: bool = _typed(is_flag=True, settled=False, help="Show TensorFlow's own start-up lines of every rank, too.")
-    dry_run: bool = _typed(is_flag=True, settled=False, help="Print the command line for a shell and start nothing.")
-    explain: bool = _typed(is_flag=True, settled=False, help="Print every setting and the reason for it, on stderr.")
+    tag: bool = typed("--tag/--no-tag", default=True, help="Put [rank] before each line of output.")
+    verbose: bool = typed(is_flag=True, settled=False, help="Show TensorFlow's own start-up lines of every rank, too.")
+    dry_run: bool = typed(is_flag=True, settled=False, help="Print the command line for a shell and start nothing.")
+    explain: bool = typed(is_flag=True, settled=False, help="Print every setting and the reason for it, on stderr.")
     hosts_chosen: bool = False
     tuned_by: Mapping[str, str] = field(default_factory=dict)
     elastic: bool = False
 
 
-OPTIONS = {
-    option.name: Typed(
-        option.name,
-        option.metadata["flags"] or (f"--{option.name.replace('_', '-')}",),
-        option.metadata["click"],
-        option.metadata["needs"],
-        option.metadata["said"],
-    )
-    for option in fields(Request)
-    if option.metadata
-}
+OPTIONS = options_of(Request)
 """All options of ``hvdkit launch`` by name, in the order of its help."""
 
 

@@ -223,17 +223,6 @@ def test_a_later_attempt_is_a_new_one(tmp_path: Path, server: Server) -> None:
     assert (tmp_path / "a.gz").read_bytes() == b"content"
 
 
-def test_files_before_the_failure_are_kept(tmp_path: Path, server: Server) -> None:
-    first, second = server.remote("a.gz", b"1"), server.remote("b.gz", b"2")
-    del server.files["b.gz"]
-    with pytest.raises(DataError):
-        fetch([first, second], tmp_path, COMMAND)
-    assert names_in(tmp_path) == {".lock", "a.gz"}
-    server.files["b.gz"] = b"2"
-    fetch([first, second], tmp_path, COMMAND)
-    assert server.requests == {"a.gz": 1, "b.gz": 2}
-
-
 @pytest.mark.parametrize(
     ("fault", "why"),
     [("cut off", "ended 500 bytes too early"), ("reset", "reset|ended"), ("other content", "1000 bytes")],
@@ -307,14 +296,6 @@ def test_a_redirect_to_http_is_followed(tmp_path: Path, server: Server) -> None:
     server.redirects["moved"] = file.url
     fetch([replace(file, url=server.url + "moved")], tmp_path, COMMAND)
     assert (tmp_path / "a.gz").read_bytes() == b"content"
-
-
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, server: Server) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DataError, match="cannot be written or locked") as caught:
-        fetch([server.remote("a.gz", b"1")], tmp_path / "file" / "mnist", COMMAND)
-    assert str(tmp_path / "file" / "mnist") in str(caught.value)
-    assert not server.requests
 
 
 def test_a_full_disk_is_not_called_a_network_failure(

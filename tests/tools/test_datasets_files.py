@@ -142,12 +142,6 @@ def test_environment_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert_is_the_set(None)
 
 
-def test_home_is_expanded_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write_set(tmp_path / "data")
-    assert load("mnist", directory="~/data").y_train.tolist() == Y_TRAIN.tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "files"),
     [

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -272,12 +271,6 @@ def test_one_name_and_names_in_groups(path):
     assert alone.attributes == {"made": "here"}
 
 
-def test_texts_of_any_length(tmp_path):
-    with h5py.File(tmp_path / "t.h5", "w") as file:
-        file["words"] = ["a", "bcd", "ef"]
-    assert HDF5Dataset(tmp_path / "t.h5", "words").batch([2, 0])[0].tolist() == [b"ef", b"a"]
-
-
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
@@ -305,13 +298,6 @@ def test_a_forked_and_a_spawned_process_open_the_file_for_themselves(path):
         os._exit(0 if data._file is not handle and not handle else 1)
     assert os.waitpid(child, 0)[1] == 0, "the child did not open the file anew"
     assert np.array_equal(data[1][0], X[1]), "what the child closed was its own"
-
-
-def test_pickled_without_its_handle(path):
-    data = HDF5Dataset(path, "x")
-    data[0]
-    again = pickle.loads(pickle.dumps(data))  # noqa: S301
-    assert again._file is None and np.array_equal(again[3], X[3])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

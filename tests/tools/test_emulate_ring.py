@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.measure.emulate import ring
-from hvdkit.measure.emulate.check import split
 
 TIMEOUT_S = 20
 
@@ -120,18 +119,6 @@ def test_sizes_that_are_not_divisible(size, elements):
 def test_types(size, dtype, small_segments):
     arrays, _ = on_ranks(size, 37, ring.allreduce, dtype=dtype)
     assert all(np.array_equal(array, total(size, 37, dtype)) and array.dtype == dtype for array in arrays)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_reduce_scatter_leaves_each_rank_the_sums_of_its_chunk(size, small_segments):
-    arrays, _ = on_ranks(size, 53, ring.reduce_scatter)
-    ends = np.cumsum([0, *split(53, size)])
-    for rank, array in enumerate(arrays):
-        chunk = (rank + 1) % size
-        own = slice(ends[chunk], ends[chunk + 1])
-        assert np.array_equal(array[own], total(size, 53)[own])
-    arrays, _ = on_ranks(size, 53, ring.reduce_scatter, ring.all_gather)
-    assert all(np.array_equal(array, total(size, 53)) for array in arrays)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5])

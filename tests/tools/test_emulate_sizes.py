@@ -253,18 +253,9 @@ def test_a_plan_is_saved_and_comes_back(capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "tuned"}, "it says that it is 'tuned'"),
         ({"collectives": []}, "length >= 1"),
-        ({"trials": 0}, "trials is 0"),
-        ({"trials": True}, "trials is true: expected `int`"),
         ({"collectives": [{"name": "a", "elements": 2, "dtype": "float32", "bytes": 9}]}, "are 8 bytes, not 9"),
-        (
-            {"collectives": [{"name": "a", "elements": 2.5, "dtype": "float32"}]},
-            "elements is 2.5: expected `int`",
-        ),
-        ({"collectives": [{"name": "a", "elements": 2, "dtype": "float32", "gap_s": float("nan")}]}, "malformed"),
-        ({"collectives": [{"name": "a", "dtype": "float32"}]}, "elements"),
-        ({"collectives": 3}, "plan"),
+        ({"collectives": [{"name": "a", "elements": 2, "dtype": "float31"}]}, "float31"),
     ],
     ids=str,
 )
@@ -277,12 +268,6 @@ def test_a_plan_that_cannot_be_right_is_refused(capsys, change, said):
         json_files.read(Path("plan.json"), ReplayPlan)
     err = sizes(capsys, "--plan", "plan.json", status=1)
     assert said in err and "plan.json" in err
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "null", "{", "[" * 100000], ids=lambda text: text[:5])
-def test_other_files_are_no_plans(capsys, text):
-    Path("plan.json").write_text(text)
-    assert "plan.json" in sizes(capsys, "--plan", "plan.json", status=1)
 
 
 # Recordings

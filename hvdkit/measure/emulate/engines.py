@@ -208,13 +208,10 @@ class MpiCommunicator(Communicator):
             )
 
             def by_ring(_: Any) -> NDArray[Any]:
-                if collective == ALLREDUCE:
-                    ring.allreduce(transport, given)
-                elif collective == REDUCE_SCATTER:
-                    ring.reduce_scatter(transport, given)
-                    ring.all_gather(transport, given)
-                else:
+                if collective == BROADCAST:
                     ring.broadcast(transport, given)
+                else:  # an allreduce by a ring is a reduce-scatter and an all-gather
+                    ring.allreduce(transport, given)
                 return given
 
             return CollectiveOperation(load, lambda: None, by_ring)

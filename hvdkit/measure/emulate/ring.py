@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.measure.emulate.check import ROOT, split
+from hvdkit.measure.emulate.check import ROOT
 
 SEGMENT_BYTES = 512 * 1024
 """Segments of this size, or a little less: large enough to fill the link, small enough for several in flight."""
@@ -45,36 +45,11 @@ class RingTransport:
     receive: Callable[[NDArray[Any], int], RingRequest]
 
 
-def reduce_scatter(transport: RingTransport, array: NDArray[Any]) -> None:
-    """Add the arrays of all ranks; rank r has the sums of chunk (r + 1) mod n in place afterwards.
-
-    Args:
-        transport: to the neighbours.
-        array: shape (elements,), the same on every rank; its other chunks hold parts of sums afterwards.
-    """
-    _turn(transport, array, 0, transport.size - 1)
-
-
-def all_gather(transport: RingTransport, array: NDArray[Any]) -> None:
-    """Bring the chunk (r + 1) mod n of every rank r to all ranks, in place: what follows a ``reduce_scatter``."""
-    _turn(transport, array, transport.size - 1, 2 * transport.size - 2)
-
-
-def allreduce(transport: RingTransport, array: NDArray[Any]) -> None:
-    """Add the arrays of all ranks, in place, both halves as one stream of segments.
-
-    Args:
-        transport: to the neighbours.
-        array: shape (elements,), any number of elements, the same on every rank.
-    """
-    _turn(transport, array, 0, 2 * transport.size - 2)
-
-
 def broadcast(transport: RingTransport, array: NDArray[Any]) -> None:
     """Bring the root's array to all ranks, in place: along the ring, segment by segment, but not back to the root."""
     size, position = transport.size, (transport.rank - ROOT) % transport.size
     right, left = (transport.rank + 1) % size, (transport.rank - 1) % size
-    segments = _pieces(array, max(1, -(-array.nbytes // SEGMENT_BYTES)))
+    segments = np.array_split(array, max(1, -(-array.nbytes // SEGMENT_BYTES)))
     coming = [transport.receive(segment, left) for segment in segments] if position > 0 else []
     sent = []
     for index, segment in enumerate(segments):
@@ -86,30 +61,24 @@ def broadcast(transport: RingTransport, array: NDArray[Any]) -> None:
         request()
 
 
-def _pieces(array: NDArray[Any], count: int) -> list[NDArray[Any]]:
-    """Views of an array's parts, the first ones larger by an element; parts may be empty."""
-    ends = np.cumsum(split(len(array), count))
-    return [array[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+def allreduce(transport: RingTransport, array: NDArray[Any]) -> None:
+    """Add the arrays of all ranks, in place, both halves as one stream of segments.
 
-
-def _turn(transport: RingTransport, array: NDArray[Any], first: int, end: int) -> None:
-    """Steps of an allreduce, numbered from 0 to 2n - 3: in step s rank r sends chunk r - s and receives r - s - 1.
-
-    What comes in the first n - 1 steps is added to the chunk, what comes later takes its place. What came in a step is
-    sent in the next one.
+    In step s of 2n - 2 rank r sends chunk r - s and receives r - s - 1. What comes in the first n - 1 steps is added to
+    the chunk, what comes later takes its place. What came in a step is sent in the next one.
 
     Args:
         transport: to the neighbours.
-        array: shape (elements,).
-        first, end: the first step, and the one before which it ends.
+        array: shape (elements,), any number of elements, the same on every rank.
     """
-    if first >= end:
-        return
     rank, size = transport.rank, transport.size
+    steps = 2 * size - 2
+    if steps == 0:
+        return
     right, left = (rank + 1) % size, (rank - 1) % size
-    chunks = _pieces(array, size)
+    chunks = np.array_split(array, size)  # views, of which the first ones may have an element more
     parts = max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
-    segments = [_pieces(chunk, parts) for chunk in chunks]
+    segments = [np.array_split(chunk, parts) for chunk in chunks]
     # No further ahead than a step: a receive must not be posted into a segment that is still to be sent.
     ahead = min(_AHEAD, parts)
     scratch = [np.empty(len(segments[0][0]), array.dtype) for _ in range(ahead)]
@@ -131,8 +100,8 @@ def _turn(transport: RingTransport, array: NDArray[Any], first: int, end: int) -
         return transport.receive(into, left), into
 
     for part in range(parts):
-        send(first, part)
-    tasks = [(step, part) for step in range(first, end) for part in range(parts)]
+        send(0, part)
+    tasks = [(step, part) for step in range(steps) for part in range(parts)]
     posted: deque[tuple[RingRequest, NDArray[Any]]] = deque()
     for number, (step, part) in enumerate(tasks):
         while len(posted) < ahead and number + len(posted) < len(tasks):
@@ -142,7 +111,7 @@ def _turn(transport: RingTransport, array: NDArray[Any], first: int, end: int) -
         if step < size - 1:
             segment = segments[(rank - step - 1) % size][part]
             np.add(segment, came, out=segment)
-        if step + 1 < end:
+        if step + 1 < steps:
             send(step + 1, part)
     for request in sent.values():
         request()

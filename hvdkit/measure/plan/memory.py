@@ -272,8 +272,8 @@ _WHOLE = click.IntRange(min=1, max=10**9)
 
 
 @click.command()
-@click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns (model, inputs) "
-              "or (model, inputs, loss function of the output); PyTorch.")  # fmt: skip
+@click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
+              "(model, inputs) or (model, inputs, loss function of the output); PyTorch.")  # fmt: skip
 @click.option("--parameters", callback=large_count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
 @click.option("--batch", "--batch-size", "batch", type=_WHOLE, default=1, metavar="B", help="Samples on a rank.")
 @click.option("--optimizer", type=click.Choice(list(STATES)), default="adam")

@@ -1,12 +1,10 @@
-"""Tables and sentences for people: on a terminal, as Markdown; and numbers for programs, as CSV.
+"""Tables and sentences for people, on a terminal or in a file; and the same for programs, as JSON.
 
 Why this room exists: what a tool found is said once, and every tool shows it in the same forms.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from hvdkit.common import json_files
 from hvdkit.common.units import printable
 
 if TYPE_CHECKING:
-    from hvdkit.common.intervals import Estimate
     from hvdkit.common.json_files import Document
 
 WIDE = 200
@@ -110,13 +107,6 @@ class Table:
         whole = [word for cell in wrapped for word in cell.split()]
         return max([1, *map(cell_len, whole), *map(cell_len, cells[len(wrapped) :])])
 
-    def markdown(self) -> str:
-        """The table in Markdown."""
-        rule = "|".join(" --- " if name in self.left else " ---: " for name in self.names)
-        lines = [f"**{escaped(self.title)}**", ""] if self.title else []
-        lines += [_line(self.names), f"|{rule}|", *map(_line, self.words())]
-        return "\n".join([*lines, *(["", escaped(self.note)] if self.note else [])])
-
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -125,26 +115,20 @@ class Page:
     Attributes:
         parts: tables and sentences in their order.
         notes: sentences at the end, what a reader should know.
-        rows: what CSV has, one row or more, for commands that have it.
     """
 
     parts: Sequence[Table | str | Text]
     notes: Sequence[str] = ()
-    rows: Sequence[Mapping[str, object]] = ()
 
     def print(self, form: str | None, document: Document) -> None:
         """Print it to standard output.
 
         Args:
-            form: "markdown", "json", "csv", or None for what a terminal shows.
+            form: "json", or None for what a terminal shows.
             document: the same for programs.
         """
         if form == "json":
             click.echo(json_files.encode(document), nl=False)
-        elif form == "markdown":
-            click.echo(self.markdown())
-        elif form == "csv":
-            click.echo(comma_separated(self.rows), nl=False)
         else:
             self.show(console())
 
@@ -158,12 +142,6 @@ class Page:
                 part.show(console)
             else:
                 console.print(part if isinstance(part, Text) else Text(readable(part or "")), soft_wrap=True)
-
-    def markdown(self) -> str:
-        """The same in Markdown."""
-        blocks = [part.markdown() if isinstance(part, Table) else escaped(str(part)) for part in self.parts]
-        notes = [f"- {escaped(note)}" for note in self.notes]
-        return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])])
 
 
 class _Console(Console):
@@ -182,35 +160,9 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def comma_separated(rows: Sequence[Mapping[str, object]]) -> str:
-    """CSV of one row or more by name, with a heading (RFC 4180, but lines end as text does); empty for None."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def ends(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """Three cells of a CSV file: the value and the ends of its interval."""
-    cells = [None] * 3 if estimate is None else [estimate.value, estimate.low, estimate.high]
-    return dict(zip((name, f"{name}_low", f"{name}_high"), cells, strict=True))
-
-
 def readable(text: str) -> str:
     """Lines that a job printed, or that a file holds, without anything that a terminal would obey."""
     return "\n".join(map(printable, text.splitlines()))
-
-
-def escaped(text: str) -> str:
-    """A text that Markdown shows as it is, in one line."""
-    for sign in "\\`*_[]<>|":
-        text = text.replace(sign, f"\\{sign}")
-    return printable(" ".join(text.split()))
-
-
-def _line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(map(escaped, words))} |"
 
 
 def _blocks(least: Sequence[int], width: int) -> list[list[int]]:

@@ -1,6 +1,5 @@
-"""Tables and sentences as a terminal, Markdown and CSV show them."""
+"""Tables and sentences as a terminal shows them."""
 
-import csv
 import io
 import re
 from collections import Counter
@@ -16,8 +15,7 @@ from rich.console import Console
 
 from hvdkit import cli
 from hvdkit.common import json_files
-from hvdkit.common.intervals import Estimate
-from hvdkit.common.table import Page, Table, comma_separated, ends
+from hvdkit.common.table import Page, Table
 from hvdkit.measure.bench import results as bench_results
 from hvdkit.measure.bench import subject
 
@@ -72,11 +70,8 @@ def test_columns_that_do_not_fit_follow_under_the_first_one():
     ]  # fmt: skip
 
 
-def test_what_is_not_known_is_a_dash_and_empty_in_csv():
-    assert "| 4 | - |" in Table("", ("ranks", "s"), [[4, None]]).markdown()
-    estimates = [Estimate(1.5), None, Estimate(2.0, 1.0, 3.0)]
-    rows = list(csv.reader(io.StringIO(comma_separated([ends("s", one) for one in estimates]))))
-    assert rows == [["s", "s_low", "s_high"], ["1.5", "", ""], ["", "", ""], ["2.0", "1.0", "3.0"]]
+def test_what_is_not_known_is_a_dash():
+    assert shown(Table("", ("ranks", "s"), [[4, None]])).split() == ["ranks", "s", "4", "-"]
 
 
 def test_columns_of_which_nothing_is_known_are_left_out():
@@ -90,15 +85,6 @@ def test_nothing_from_a_file_is_obeyed():
     page = Page([Table(HOSTILE, (HOSTILE,), [[HOSTILE]], note=HOSTILE), HOSTILE], [HOSTILE])
     printed = shown(page, 200)
     assert "\x1b" not in printed and "\u202e" not in printed and printed.count("[red]b[/red]*") == 6
-    text = page.markdown()
-    assert "\x1b" not in text and text.count("\\|\\[red\\]b\\[/red\\]\\*") == 6
-
-
-def test_markdown_has_title_alignment_note_and_notes():
-    page = Page([Table("T", ("what", "s"), [["x", 1]], left=("what",), note="N.")], ["one", "two\nlines"])
-    assert page.markdown().splitlines() == [
-        "**T**", "", "| what | s |", "| --- | ---: |", "| x | 1 |", "", "N.", "", "- one", "- two lines"
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

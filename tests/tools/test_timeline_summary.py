@@ -17,7 +17,7 @@ from timeline_files import ATPESC, DATA, REAL
 from hvdkit.cli import run
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.read.timeline import measures, show, summarize
+from hvdkit.read.timeline import cli, measures, summarize
 from hvdkit.read.timeline.columns import collect, exchanges
 from hvdkit.read.timeline.reader import read
 
@@ -305,8 +305,8 @@ def test_no_events_make_the_summary_fail(events):
         file.write(json.dumps(events * 4))
         file.flush()
         summary = summarize(file.name)
-    json.loads(json_files.encode(show.found_as(summary)))
-    show.page(summary, 5).show(Console(file=io.StringIO(), width=100))
+    json.loads(json_files.encode(cli.found_as(summary)))
+    cli.page(summary, 5).show(Console(file=io.StringIO(), width=100))
     assert summary.communication <= summary.duration * (1 + 1e-6)
 
 

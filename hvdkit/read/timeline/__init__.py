@@ -12,8 +12,8 @@
         print(cause.sentence(), cause.advice)
 
 What each module is for: ``model`` one operation and its phases, ``reader`` file to operations as a stream, ``columns``,
-``measures`` and ``summary`` operations to numbers, ``results`` these, ``causes`` numbers to what costs time, ``show``
-their tables, ``report`` their HTML page, ``cli`` the command.
+``measures`` and ``summary`` operations to numbers, ``results`` these, ``causes`` numbers to what costs time, ``report``
+the HTML page, ``cli`` the command and its tables.
 """
 
 from hvdkit.read.timeline.model import CycleMark, Operation, Phase

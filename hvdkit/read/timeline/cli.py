@@ -1,7 +1,8 @@
-"""The command ``hvdkit timeline``: ``summary`` and ``report``; ``merge`` is in the room of traces."""
+"""The command ``hvdkit timeline``, and what ``summary`` prints; ``merge`` is in the room of traces."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,16 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.files import replacing
+from hvdkit.common.json_files import Document
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.errors import DataError
-from hvdkit.read.timeline import show
+from hvdkit.read.causes import Cause, by_cost, verdict
+from hvdkit.read.timeline.causes import causes, otherwise
+from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read
+from hvdkit.read.timeline.results import Batches, Skew, Steps, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 SUBCOMMANDS = {
@@ -71,7 +79,7 @@ def summary(file: Path, top: int, form: str | None, since: float | None, until: 
             f"no operation began in that part of {str(file)!r}, whose operations end at {whole.until / 1e6:.6g} s; "
             "choose others for --since and --until."
         )
-    show.page(found, top).print(form, show.found_as(found))
+    page(found, top).print(form, found_as(found))
     return 0
 
 
@@ -102,3 +110,142 @@ def report(file: Path, output: Path, **shown: Any) -> int:
         page.write(render_report(recording, **shown).encode("utf-8", "replace"))
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
     return 0
+
+
+_NAME = 40
+NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
+"""What is said about ranks where nothing in the recording says which one was late."""
+
+
+_TIMES = (
+    "origin since until duration communication setup idle first first_setup negotiation late cost spread "
+    "little_time cycle phases start_time_since_epoch"
+)
+"""Names of the fields that are microseconds."""
+
+
+class SummaryFound(Document, frozen=True):
+    """Where the time of a recording went; seconds, bytes, and bytes per second.
+
+    Attributes:
+        found: the summary.
+        skew_note: how to get the skew of ranks where there is none.
+        causes: what costs time in it, the one that costs the largest share first.
+    """
+
+    kind = "timeline-summary"
+    schema = 5
+    written_by = "hvdkit timeline summary --json"
+    times = frozenset(_TIMES.split())
+    unit_s = 1e-6
+
+    found: TimelineSummary
+    skew_note: str | None
+    causes: tuple[Cause, ...]
+
+
+def found_as(summary: TimelineSummary) -> SummaryFound:
+    """The summary for a program."""
+    return SummaryFound(summary, NO_SKEW if summary.skew is None else None, tuple(by_cost(causes(summary))))
+
+
+def page(summary: TimelineSummary, top: int) -> Page:
+    """The summary for people, the verdict first, with so many tensors."""
+    found: list[Table | str] = [*verdict(causes(summary), otherwise(summary)), ""]
+    found += [f"{label:<16}{text}" for label, text in lines(summary)]
+    if top:
+        found.append(_table(summary.tensors[:top], len(summary.tensors)))
+    return Page(found)
+
+
+def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
+    """The numbers of a recording, title and text each: the lines above the tables, and the top of the page."""
+    times = [(summary.communication, "in collectives")]
+    times += [(summary.setup, "in NCCL's set-up")] if summary.setup else []
+    lines = [
+        (
+            "recording",
+            f"{_place(summary.since)} to {_place(summary.until)}, "
+            f"{summary.operations} operations on {len(summary.tensors)} tensors, "
+            f"{summary.ranks or 'unknown number of'} ranks",
+        ),
+        (
+            "communication",
+            ", ".join(
+                f"{duration_text(time)} ({share_text(time / (summary.duration or 1.0))}) {what}" for time, what in times
+            ),
+        ),
+    ]
+    lines += _step_lines(summary.steps)
+    lines += _batch_lines(summary.batches)
+    if summary.cycle is not None:
+        lines.append(("cycles", f"{summary.cycle.count}: {_three(summary.cycle)}"))
+    lines.append(("rank skew", _skew_text(summary.skew)))
+    dropped = ", ".join(f"{count} x {reason}" for reason, count in summary.dropped.items())
+    lines.append(("dropped", f"{dropped} (of {summary.events} events)" if dropped else "nothing"))
+    return lines
+
+
+def _place(time: float) -> str:
+    return duration_text(time) if time else "0 s"
+
+
+def _step_lines(steps: Steps | None) -> list[tuple[str, str]]:
+    if steps is None:
+        return [("steps", "none found: no tensor is reduced three times")]
+    size = "unknown size" if steps.bytes is None else bytes_text(steps.bytes)
+    lines = [("steps", f"{steps.count} of {steps.tensors} tensors, {size} each")]
+    if steps.first is not None:
+        lines.append(("first step", duration_text(steps.first)))
+    parts = (
+        ("steps took" if steps.first is None else "other steps", steps.duration),
+        ("  exchange", steps.communication),
+        ("  no operation", steps.idle),
+    )
+    return lines + [(label, _three(part)) for label, part in parts if part is not None]
+
+
+def _batch_lines(batches: Batches | None) -> list[tuple[str, str]]:
+    """The line on fused exchanges; none where nothing was reduced."""
+    if batches is None:
+        return []
+    text = f"{batches.fused} fused"
+    if batches.tensors is not None and batches.bytes is not None:
+        text += f", each {batches.tensors.p50:.0f} tensors and {bytes_text(batches.bytes.p50)} in the median"
+    return [("exchanges", f"{text}, {batches.single} of one tensor ({batches.small} of at most 64 KB)")]
+
+
+def _skew_text(skew: Skew | None) -> str:
+    if skew is None:
+        return NO_SKEW
+    slow = max(skew.ranks, key=lambda rank: rank.last)
+    return (
+        f"in {skew.operations} measured operations the last rank came {duration_text(skew.spread.p50)} after the first "
+        f"(median; max {duration_text(skew.spread.max)}); rank {slow.rank} was alone the last in {slow.last} of them"
+    )
+
+
+def _three(part: Distribution) -> str:
+    return (
+        f"p50 {duration_text(part.p50)}, p95 {duration_text(part.p95)}, p99 {duration_text(part.p99)}, "
+        f"max {duration_text(part.max)}"
+    )
+
+
+def _table(tensors: Sequence[TensorSummary], of: int) -> Table:
+    def phase(group: str) -> Callable[[TensorSummary], str]:
+        def cell(tensor: TensorSummary) -> str:
+            part = tensor.phases.get(group)
+            return "" if part is None else f"{part.p50 / 1000:.3g} / {part.p99 / 1000:.3g}"
+
+        return cell
+
+    cells: dict[str, Callable[[TensorSummary], object]] = {
+        f"tensor ({len(tensors)} of {of})": lambda tensor: shortened(tensor.tensor, _NAME),
+        "kind": lambda tensor: tensor.kind.lower(),
+        "count": lambda tensor: tensor.count,
+        "bytes": lambda tensor: "?" if tensor.bytes is None else bytes_text(tensor.bytes),
+    }
+    cells |= {group: phase(group) for group in (*GROUPS, "whole") if any(group in tensor.phases for tensor in tensors)}
+    note = "each phase: median / 99th percentile in ms; bytes: of the largest operation"
+    return Table.of(tensors, cells, list(cells)[:2], note=note)

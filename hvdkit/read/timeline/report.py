@@ -22,8 +22,8 @@ import hvdkit
 from hvdkit.common.units import bytes_text, printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
 from hvdkit.read.causes import by_cost
-from hvdkit.read.timeline import show
 from hvdkit.read.timeline.causes import causes, otherwise
+from hvdkit.read.timeline.cli import lines
 from hvdkit.read.timeline.columns import collect
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
@@ -106,7 +106,7 @@ def render_report(
         script_hash=_content_hash(script),
         facts=[
             (label.strip().capitalize(), *text.partition(", ")[::2])
-            for label, text in show.lines(summary)
+            for label, text in lines(summary)
             if label != "dropped"
         ],
         notes=[f"Not used, of {_number(summary.events)} events: {dropped}."] if dropped else [],

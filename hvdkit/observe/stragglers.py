@@ -183,7 +183,7 @@ class Scores:
         else:
             longer = means[cause] if cause in ("input", "compute") else means["gap"]
             doing = DOING[cause][several]
-            text = f"{who} {doing}: {_ms(longer)} more than the median rank in every step"
+            text = f"{who} {doing}: {_ms(longer)} a step more than the median rank"
         text += f" since step {since}; it costs the job {_ms(cost)} a step."
         return Report(step, "straggler", rank, cause, since, cost, text)
 

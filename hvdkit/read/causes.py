@@ -43,7 +43,7 @@ SENTENCES = {
         "network.",
     ),
     "small-tensors": (
-        "Data goes in many small exchanges.",
+        "Data goes in small exchanges.",
         "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused, and leave "
         "HOROVOD_FUSION_THRESHOLD as it is.",
     ),

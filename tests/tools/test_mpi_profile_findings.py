@@ -30,7 +30,10 @@ def test_the_real_files_say_what_the_timeline_of_the_same_job_says(capsys):
     assert "714 MPI_Allreduce of 4.72 MB took 26.4 ms each, 313 MB/s" in found.evidence
     assert run(["mpi-profile", "show", *map(str, MPITRACE)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Verdict: Large tensors are reduced") and "cycle" not in out.split("Routines on")[0]
+    assert (
+        out.startswith("Verdict: MPI moves data in calls of at least 64 KiB")
+        and "cycle" not in out.split("Routines on")[0]
+    )
     assert "does not show: record hvdkit launch --explain-job" in out.split("Rank 0 of")[0]
 
 

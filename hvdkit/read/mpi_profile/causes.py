@@ -88,8 +88,9 @@ def _large(profile: Profile, shown: RankProfile) -> Cause | None:
             f"{duration_text(1e6 * most.seconds / most.calls)} each, {bytes_text(most.bus_bytes_per_s or 0)}/s of bus "
             "bandwidth"
         )
-    what, advice = SENTENCES["large-tensors"]
-    return _of_job("large-tensors", lost, shown, evidence, what, f"{advice} {HOW_MUCH_IS_HIDDEN}")
+    what = "MPI moves data in calls of at least 64 KiB."
+    advice = f"{SENTENCES['large-tensors'][1]} {HOW_MUCH_IS_HIDDEN}"
+    return _of_job("large-tensors", lost, shown, evidence, what, advice)
 
 
 def _small(profile: Profile, shown: RankProfile) -> Cause | None:

@@ -198,11 +198,6 @@ def _range(one: measures.Size) -> str:
     return f"{one.least_bytes:.0f}-{one.most_bytes:.0f}"
 
 
-def _bus(one: measures.Size) -> str | None:
-    speed = one.bus_bytes_per_s
-    return None if speed is None or one.purpose == CONTROL else f"{bytes_text(speed)}/s"
-
-
 _SIZES: dict[str, Callable[[measures.Size], object]] = {
     "MPI routine": lambda one: one.routine,
     "purpose": lambda one: one.purpose,
@@ -211,7 +206,9 @@ _SIZES: dict[str, Callable[[measures.Size], object]] = {
     "time (s)": lambda one: f"{one.seconds:.3f}",
     "waiting": lambda one: None if one.wait_s is None else f"{one.wait_s:.3f}",
     "each": lambda one: duration_text(1e6 * one.seconds / one.calls) if one.seconds else None,
-    "busbw": _bus,
+    "busbw": lambda one: (
+        None if one.bus_bytes_per_s is None or one.purpose == CONTROL else f"{bytes_text(one.bus_bytes_per_s)}/s"
+    ),
 }
 _SIZES_LEFT = ("MPI routine", "purpose", "bytes")
 

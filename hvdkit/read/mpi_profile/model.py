@@ -218,7 +218,8 @@ def _by_size(rows: Sequence[Calls]) -> list[bool]:
         return [False] * len(rows)
     reductions = [row for row in rows if row.routine == "MPI_Allreduce"]
     vectors = max(reductions, key=lambda row: row.calls, default=None)
-    if vectors is not None and not _is_bit_vector(vectors.average_bytes or 0):
+    size = 0.0 if vectors is None else vectors.average_bytes or 0.0
+    if not 0 < size <= _LARGEST_VECTOR or size % _WORD:
         vectors = None
     return [
         row is vectors
@@ -231,7 +232,3 @@ def _by_size(rows: Sequence[Calls]) -> list[bool]:
 
 def _count(rows: Sequence[Calls], routine: str, size: float | None = None) -> int:
     return sum(row.calls for row in rows if row.routine == routine and size in (None, row.average_bytes))
-
-
-def _is_bit_vector(size: float) -> bool:
-    return 0 < size <= _LARGEST_VECTOR and size % _WORD == 0

@@ -79,26 +79,19 @@ def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cau
     """The ranks that the others wait for, by the ticks of the timeline; some rank, where it has no ticks."""
     costs = {rank.rank: rank.cost for rank in summary.skew.ranks if rank.cost is not None} if summary.skew else {}
     if not costs:
-        return _late_somewhere(steps, duration)
+        if not steps.late:
+            return None
+        evidence = f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle"
+        return _per_step("late", steps.late, duration, evidence, *SENTENCES["late"])
     ranks = to_blame(costs)
     lost = sum(costs[rank] for rank in ranks or costs)
-    evidence = f"ticks of the timeline, by rank: {_costs_text(costs)} of each step"
+    most = sorted(costs, key=lambda rank: -costs[rank])[:4]
+    each = ", ".join(f"{rank} costs {duration_text(costs[rank])}" for rank in most)
+    evidence = f"ticks of the timeline, by rank: {each} of each step"
     if not ranks:
         return _per_step("random-late", lost, duration, evidence, *SENTENCES["random-late"])
     what = f"{name_ranks(ranks).capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait."
     return _per_step("late", lost, duration, evidence, what, WHY_LATE, ranks)
-
-
-def _costs_text(costs: dict[int, float]) -> str:
-    most = sorted(costs, key=lambda rank: -costs[rank])[:4]
-    return ", ".join(f"{rank} costs {duration_text(costs[rank])}" for rank in most)
-
-
-def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:
-    if not steps.late:
-        return None
-    evidence = f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle"
-    return _per_step("late", steps.late, duration, evidence, *SENTENCES["late"])
 
 
 def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:

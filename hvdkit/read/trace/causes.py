@@ -69,9 +69,9 @@ def _idle_gpu(summary: TraceSummary) -> list[Cause]:
         f"{word} {duration_text(1e3 * getattr(gpu, name) / max(1, len(rank.steps)))}" for name, word in each.items()
     )
     share = gpu.idle / (rank.times.window or 1.0)
-    who = "The GPU is" if len(summary.ranks) == 1 else "Every GPU is"
+    who = "The GPU is idle for" if len(summary.ranks) == 1 else "Every GPU is idle for at least"
     _, why, advice = _IDLE[reason]
-    what = f"{who} idle for {share_text(share)} of the time: {why.format(call=gpu.call)}."
+    what = f"{who} {share_text(share)} of the time: {why.format(call=gpu.call)}."
     evidence = f"kernels and calls of a step, idle while {parts}"
     return [_cause(summary, "idle-gpu", lost, evidence, what, advice)]
 
@@ -126,7 +126,8 @@ def _exchange(summary: TraceSummary, skew: TraceSkew) -> Cause:
     left = [_each(rank, "exposed") - waits[rank.rank or 0] for rank in summary.ranks]
     lost = max(0.0, sum(left) / len(left))
     evidence = "exposed communication, without the wait for later ranks, mean of the ranks"
-    return _cause(summary, "large-tensors", lost, evidence, *SENTENCES["large-tensors"])
+    what = "Collectives run while nothing is computed."
+    return _cause(summary, "large-tensors", lost, evidence, what, SENTENCES["large-tensors"][1])
 
 
 def _one_trace(summary: TraceSummary) -> Cause:

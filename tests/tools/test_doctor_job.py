@@ -51,42 +51,29 @@ def test_a_sound_job_has_no_findings():
 ALONE = "srun started rank 0 of 4, but Horovod (over Open MPI) sees rank 0 of 1"
 
 
+TWO_FAIL = changed(changed(job(), 2, problem="no extension"), 3, problem="no extension")
+OTHER_TORCH = changed(job(), 3, versions={**VERSIONS, "torch": "2.12.0"})
+NO_HOROVOD = changed(job(), 2, versions={"Python": "3.11.7", "torch": "2.13.0"})
+ONE_CORE = [replace(one, cores=(0,), threads=1) for one in job()]
+MANY_THREADS = [replace(one, threads=8) for one in job()]
+
+
 @pytest.mark.parametrize(
     ("reports", "check", "level", "part"),
     [
         ([replace(job()[0], problem=ALONE)], "start", "error", f"on rank 0 (a): {ALONE}"),
-        (
-            changed(changed(job(), 2, problem="no extension"), 3, problem="no extension"),
-            "start",
-            "error",
-            "on ranks 2-3 (b): no extension",
-        ),
+        (TWO_FAIL, "start", "error", "on ranks 2-3 (b): no extension"),
         (job()[:3], "missing-ranks", "error", "no report from rank 3 of 4"),
         (changed(job(), 3, device="cpu"), "gpus", "error", "rank 3: on the CPU, the other ranks on GPUs"),
         (
-            changed(job(), 3, versions={**VERSIONS, "torch": "2.12.0"}),
+            OTHER_TORCH,
             "versions",
             "warning",
-            "torch is not the same on all ranks: 2.13.0 on ranks 0-2; 2.12.0 on rank 3",
+            "not the same on all ranks: 2.13.0 on ranks 0-2; 2.12.0 on rank 3",
         ),
-        (
-            changed(job(), 2, versions={"Python": "3.11.7", "torch": "2.13.0"}),
-            "versions",
-            "warning",
-            "horovod is not the same on all ranks: 0.28.1 on ranks 0-1, 3; missing on rank 2",
-        ),
-        (
-            [replace(one, cores=(0,), threads=1) for one in job()],
-            "cores",
-            "warning",
-            "2 ranks on a would run 2 threads on 1 core.",
-        ),
-        (
-            [replace(one, threads=8) for one in job()],
-            "cores",
-            "warning",
-            "2 ranks on b would run 16 threads on 8 cores",
-        ),
+        (NO_HOROVOD, "versions", "warning", "all ranks: 0.28.1 on ranks 0-1, 3; missing on rank 2"),
+        (ONE_CORE, "cores", "warning", "2 ranks on a would run 2 threads on 1 core."),
+        (MANY_THREADS, "cores", "warning", "2 ranks on b would run 16 threads on 8 cores"),
     ],
 )
 def test_each_fault_is_found_and_nothing_else(reports, check, level, part):

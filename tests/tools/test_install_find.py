@@ -68,7 +68,6 @@ def test_an_mpi_is_named_by_what_its_wrapper_says(
 ) -> None:
     mpi_in(tmp_path / "bin", mpicc, **others)
     found = here.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
-    assert found is not None
     assert (found.implementation, found.version) == expected
     assert found.bin == tmp_path / "bin"
     assert not found.wheel
@@ -78,7 +77,6 @@ def test_the_first_mpicc_on_path_is_taken(tmp_path: Path) -> None:
     mpi_in(tmp_path / "site/bin", MPICH)
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
     found = here.find_mpi({"PATH": f"{tmp_path}/site/bin:/nowhere"}, tmp_path / "env")
-    assert found is not None
     assert found.implementation == "MPICH"
 
 
@@ -86,7 +84,6 @@ def test_an_environment_under_another_name_on_path_is_the_environment(tmp_path: 
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
     (tmp_path / "link").symlink_to(tmp_path / "env")
     found = here.find_mpi({"PATH": f"{tmp_path}/link/bin"}, tmp_path / "env")
-    assert found is not None
     assert found.bin == tmp_path / "env/bin"
 
 
@@ -137,7 +134,6 @@ def test_no_mpi_and_one_without_its_cxx_wrapper(tmp_path: Path) -> None:
     assert here.find_mpi({"PATH": "/nowhere"}, tmp_path) is None
     program(tmp_path / "bin/mpicc", OPEN_MPI)
     found = here.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
-    assert found is not None
     assert found.cxx is None
 
 
@@ -152,41 +148,25 @@ def compiler(path: Path, version: str, test: str = "exit 0") -> Path:
     )
 
 
-def test_the_compiler_is_the_first_of_the_usual_names(tmp_path: Path) -> None:
-    compiler(tmp_path / "g++", "g++ (Debian 12.2.0-14) 12.2.0")
-    found = here.find_cxx({"PATH": str(tmp_path)})
-    assert found is not None
-    assert found.command == (f"{tmp_path}/g++",)
-    assert found.name == "GCC 12.2.0"
-    assert found.problem == ""
-
-
-def test_one_compiler_under_two_names_is_one_compiler(tmp_path: Path) -> None:
+def test_the_compiler_is_the_first_of_the_usual_names_whatever_it_is_called(tmp_path: Path) -> None:
     compiler(tmp_path / "a/c++", "c++ (Debian 12.2.0-14) 12.2.0")
     compiler(tmp_path / "b/g++", "g++ (Debian 12.2.0-14) 12.2.0")
     first, second = (here.find_cxx({"PATH": f"{tmp_path}/{name}"}) for name in "ab")
-    assert first is not None
-    assert second is not None
+    assert (second.command, second.name, second.problem) == ((f"{tmp_path}/b/g++",), "GCC 12.2.0", "")
     assert first.identity == second.identity
 
 
 def test_cxx_may_name_a_compiler_with_arguments(tmp_path: Path) -> None:
     compiler(tmp_path / "g++", "g++ 12.2.0")
-    compiler(tmp_path / "mine", "mine 1.0.0", test="exit 1")
-    found = here.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"})
-    assert found is not None
-    assert found.command == (f"{tmp_path}/g++", "-m64")
+    assert here.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"}).command == (f"{tmp_path}/g++", "-m64")
     assert here.find_cxx({"PATH": str(tmp_path), "CXX": "not-there"}) is None
     assert here.find_cxx({"PATH": str(tmp_path), "CXX": 'g++ "open'}) is None
 
 
 def test_a_compiler_that_cannot_do_cxx20_says_why(tmp_path: Path) -> None:
-    compiler(
-        tmp_path / "c++", "c++ (GCC) 8.5.0", test="echo '<stdin>:1:10: fatal error: bit: No such file' >&2; exit 1"
-    )
-    found = here.find_cxx({"PATH": str(tmp_path)})
-    assert found is not None
-    assert "fatal error: bit" in found.problem
+    refuses = "echo '<stdin>:1:10: fatal error: bit: No such file' >&2; exit 1"
+    compiler(tmp_path / "c++", "c++ (GCC) 8.5.0", test=refuses)
+    assert "fatal error: bit" in here.find_cxx({"PATH": str(tmp_path)}).problem
 
 
 @pytest.mark.parametrize(
@@ -223,10 +203,8 @@ def test_frameworks_are_read_from_their_files_and_not_imported(tmp_path: Path, m
     (tmp_path / "tensorflow_cpu-8.8.8.dist-info/METADATA").write_text("Name: tensorflow-cpu\nVersion: 8.8.8\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     torch, tensorflow = find_torch(), find_tensorflow()
-    assert torch is not None
     assert (torch.version, torch.cuda, torch.location) == ("9.9.9+cu130", "13.0", tmp_path / "torch")
     assert torch.build.startswith("abc ")
-    assert tensorflow is not None
     assert (tensorflow.version, tensorflow.cuda) == ("8.8.8", "12.5")
 
 
@@ -245,17 +223,6 @@ def test_install_and_doctor_know_the_same_builds_of_tensorflow(
     assert inside._find("tensorflow")["distribution_version"] == "8.8.8"
     tensorflow = find_tensorflow()
     assert tensorflow is not None and tensorflow.version == "8.8.8"
-
-
-def test_a_directory_that_happens_to_be_called_torch_is_no_framework(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torch").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in ("torch", "tensorflow"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert find_torch() is None
-    assert find_tensorflow() is None
 
 
 # --- CUDA and NCCL ---------------------------------------------------------------------------------------------------
@@ -279,19 +246,15 @@ def nccl_in(home: Path, library: str) -> Path:
 def test_the_toolkit_is_the_one_that_cuda_home_names(tmp_path: Path) -> None:
     named, on_path = cuda_in(tmp_path / "named", "12.4"), cuda_in(tmp_path / "path")
     found = here.find_cuda({"CUDA_HOME": str(named), "PATH": f"{on_path}/bin"}, [])
-    assert found is not None
     assert (found.home, found.version, found.nvtx) == (named, "12.4.88", False)
     found = here.find_cuda({"CUDA_HOME": f"{tmp_path}/gone", "PATH": f"{on_path}/bin"}, [])
-    assert found is not None
     assert found.home == on_path
 
 
 def test_nccl_is_found_in_pips_package_and_named_ones_come_first(tmp_path: Path) -> None:
     pips = nccl_in(tmp_path / "site-packages/nvidia/nccl", "libnccl.so.2")
     found = here.find_nccl({}, tmp_path / "env", [tmp_path / "site-packages"], None)
-    assert found is not None
     assert (found.library, found.version) == (pips / "lib/libnccl.so.2", "2.29.7")
     own = nccl_in(tmp_path / "own", "libnccl.so")
     found = here.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
-    assert found is not None
     assert found.library == own / "lib/libnccl.so"

@@ -122,7 +122,7 @@ def _seed_data(plan: PortPlan, start: ast.stmt) -> list[str]:
             plan.leave(event.node, "without a seed every rank draws numbers of its own here", write)
     if any(one.reached for one in seeds) or any(lines.values()):
         plan.notes.append(
-            "every rank draws the same numbers in augmentation and dropout, too: "
+            "every rank draws the same numbers in augmentation, dropout and noise, too: "
             f"{plan.hk}.seed_everything(seed, {plan.world}), once the data are there, gives each its own"
         )
     return [line for line in lines.values() if line]

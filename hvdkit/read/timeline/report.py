@@ -94,6 +94,7 @@ def render_report(
     started = summary.start_time_since_epoch
     if started is not None and 0 <= started < 4e15:
         subtitle += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    said = lines(summary)
     dropped = ", ".join(f"{_number(count)} x {reason}" for reason, count in summary.dropped.items())
     steps = 0 if summary.steps is None else len(summary.steps.durations)
     return page.get_template("report.html.j2").render(
@@ -106,10 +107,13 @@ def render_report(
         script_hash=_content_hash(script),
         facts=[
             (label.strip().capitalize(), *text.partition(", ")[::2])
-            for label, text in lines(summary)
-            if label != "dropped"
+            for label, text in said
+            if label not in ("rank skew", "dropped")
         ],
-        notes=[f"Not used, of {_number(summary.events)} events: {dropped}."] if dropped else [],
+        notes=[
+            f"Rank skew: {dict(said)['rank skew']}.",
+            *([f"Not used, of {_number(summary.events)} events: {dropped}."] if dropped else []),
+        ],
         otherwise=otherwise(summary),
         findings=[
             {"sentence": printable(f"{one.sentence()} Seen: {one.evidence}."), "advice": printable(one.advice)}

@@ -191,11 +191,7 @@ def label(setting: Tuned) -> str:
 
 def launch_words(setting: Tuned) -> list[str]:
     """The options of ``hvdkit launch`` that say the same."""
-    words = [] if setting.launcher is None else ["--launcher", setting.launcher]
-    words += [] if setting.threads is None else ["--threads", str(setting.threads)]
-    for name, value in setting.variables().items():
-        words += ["--env", f"{name}={value}"]
-    return words
+    return as_words({"launcher": setting.launcher, "threads": setting.threads, "variables": setting.variables()})
 
 
 @dataclass(frozen=True, slots=True)

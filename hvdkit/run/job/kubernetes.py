@@ -102,7 +102,10 @@ def _mpi_job(job: BatchJob, image: str, claims: Mapping[str, str], ssh_directory
         "command": [word.replace("$", "$$") for word in (*launch, "--", *job.command)],
         "volumeMounts": mounts,
     }
-    worker: dict[str, Any] = {"name": "worker", "image": image, "command": _sshd(ssh_directory)}
+    # The operator's own command, and for a user who is not root that of its images, with a file beside the keys.
+    above = ssh_directory.rstrip("/").rpartition("/")[0]
+    sshd = ["/usr/sbin/sshd", "-De", *([] if ssh_directory == ROOT else ["-f", f"{above}/.sshd_config"])]
+    worker: dict[str, Any] = {"name": "worker", "image": image, "command": sshd}
     worker |= {"resources": {"limits": limits}} if limits else {}
     # Containers have 64 MiB of shared memory otherwise; NCCL, MPI and PyTorch's loaders need more.
     worker["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}, *mounts]  # noqa: S108
@@ -134,9 +137,3 @@ def _replicas(count: int, container: dict[str, Any], volumes: list[Any], ssh_dir
     user = {} if ssh_directory == ROOT else {"securityContext": {"runAsUser": 1000, "fsGroup": 1000}}
     pod = {**user, "containers": [container], "volumes": volumes}
     return {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
-
-
-def _sshd(ssh_directory: str) -> list[str]:
-    """The operator's own command, and for a user who is not root that of its images, with a file beside the keys."""
-    config = [] if ssh_directory == ROOT else ["-f", f"{ssh_directory.rstrip('/').rpartition('/')[0]}/.sshd_config"]
-    return ["/usr/sbin/sshd", "-De", *config]

@@ -35,21 +35,17 @@ def find(system: str | None, site: str | None) -> Site:
             f"Which batch system? Give --system ({', '.join(SYSTEM_NAMES)}) or --site ({', '.join(known())}, or a "
             "file)."
         )
-    found = read(_file(site or str(system)))
+    name = site or str(system)
+    file = SITES / f"{name}.toml" if name in known() else Path(name)
+    if not is_file(file):
+        raise InvalidArgumentError(
+            f"Site {name!r} is neither one of {', '.join(known())} nor a file; give one of them, or the path of a TOML "
+            "file of your own."
+        )
+    found = read(file)
     if system is not None and found.system != system:
         raise InvalidArgumentError(f"Site {found.name} has {found.system}, and --system says {system}; leave one out.")
     return found
-
-
-def _file(site: str) -> Path:
-    if site in known():
-        return SITES / f"{site}.toml"
-    if not is_file(Path(site)):
-        raise InvalidArgumentError(
-            f"Site {site!r} is neither one of {', '.join(known())} nor a file; give one of them, or the path of a TOML "
-            "file of your own."
-        )
-    return Path(site)
 
 
 def read(file: Path) -> Site:

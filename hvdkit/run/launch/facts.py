@@ -247,11 +247,10 @@ def physical_cores(cpus: set[int], directory: Path) -> int:
     Args:
         directory: the kernel's description of the CPUs, as in /sys/devices/system/cpu.
     """
-    return len({_siblings(cpu, directory) for cpu in cpus})
-
-
-def _siblings(cpu: int, directory: Path) -> str:
-    try:
-        return (directory / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
-    except OSError:
-        return str(cpu)  # a virtual machine that does not tell: a core of its own
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add((directory / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii"))
+        except OSError:  # a virtual machine that does not tell: a core of its own
+            cores.add(str(cpu))
+    return len(cores)

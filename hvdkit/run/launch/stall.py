@@ -91,13 +91,20 @@ class StallReports:
         found = False
         for line in self._buffer.feed(data):
             if _BEGIN.search(line):
-                self._begin(time.monotonic() if now is None else now)
-                found = True
+                now = time.monotonic() if now is None else now
+                in_a_row = now - self._reported_at < 1.75 * self._period
+                self._previous, self._current = self._current if in_a_row else {}, {}
+                self._reported_at = now
+                self._in_report = found = True
             elif self._in_report and not line.startswith(_HEADING):
                 match = _MISSING.match(line)
                 self._in_report = match is not None
-                if match is not None:
-                    self._note(int(match[1]), match[2].decode(errors="replace"))
+                if match is None:
+                    continue
+                for tensor in match[2].decode(errors="replace").split(", "):
+                    if not tensor.endswith(_BESIDE):
+                        waits = int(match[1]), tensor
+                        self._current[waits] = self._previous.get(waits, 0) + 1
         return found
 
     def overdue(self) -> dict[int, tuple[str, ...]]:
@@ -107,18 +114,6 @@ class StallReports:
             if reports >= self._enough:
                 found[rank] = (*found.get(rank, ()), tensor)
         return found
-
-    def _begin(self, now: float) -> None:
-        in_a_row = now - self._reported_at < 1.75 * self._period
-        self._previous = self._current if in_a_row else {}
-        self._current = {}
-        self._reported_at = now
-        self._in_report = True
-
-    def _note(self, rank: int, tensors: str) -> None:
-        for tensor in tensors.split(", "):
-            if not tensor.endswith(_BESIDE):
-                self._current[rank, tensor] = self._previous.get((rank, tensor), 0) + 1
 
 
 def write_stacks(directory: Path, stall: Stall, stacks: Mapping[int, bytes]) -> str:

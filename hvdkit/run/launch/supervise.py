@@ -73,20 +73,15 @@ def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobE
     Raises:
         LaunchError: the launcher cannot be started.
     """
-    _allow_connections(plan.n)
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # as many open files as there are ranks, if it may be
+    if allowed != resource.RLIM_INFINITY and plan.n > allowed - _FILES > 0:
+        wanted = plan.n + _FILES if most == resource.RLIM_INFINITY else min(plan.n + _FILES, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     server, address = listener([host.name for host in plan.hosts], here=not plan.elsewhere)
     with watched_signals() as signals, contextlib.closing(server), _sessions(plan) as variables:
         shared = secret.checked(plan.environment.get(secret.VARIABLE) or secret.new())
         plan = replace(plan, environment={**plan.environment, **variables, secret.VARIABLE: shared})
         return _Job(plan, signals, server, address, tagged=tagged, verbose=verbose).run()
-
-
-def _allow_connections(n: int) -> None:
-    """Have as many files open as there are ranks, as far as this process may."""
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and n > allowed - _FILES > 0:
-        wanted = n + _FILES if most == resource.RLIM_INFINITY else min(n + _FILES, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 @contextlib.contextmanager

@@ -120,16 +120,17 @@ def look(run: Run, path: str, now: float) -> Watched:
 
 
 def _ranks(run: Run) -> tuple[RankNow, ...]:
+    """Each rank with the time that is its own, the slowest first."""
     ranks = run.ranks
     if ranks is None:
         return ()
+    rows = []
     numbers = ranks.rank or range(len(ranks.step))
     values = zip(ranks.step, ranks.input, ranks.compute, ranks.wait, ranks.rss, ranks.device, strict=True)
-    rows = [RankNow(rank, _own(*of_rank[:4]), *of_rank) for rank, of_rank in zip(numbers, values, strict=True)]
+    for rank, (step, input_, compute, wait, *memory) in zip(numbers, values, strict=True):
+        if compute is not None:
+            own = (input_ or 0.0) + compute
+        else:
+            own = step if step is None or wait is None else max(0.0, step - wait)
+        rows.append(RankNow(rank, own, step, input_, compute, wait, *memory))
     return tuple(sorted(rows, key=lambda rank: (-(rank.own_s or 0.0), rank.rank)))
-
-
-def _own(step: float | None, input_: float | None, compute: float | None, wait: float | None) -> float | None:
-    if compute is not None:
-        return (input_ or 0.0) + compute
-    return step if step is None or wait is None else max(0.0, step - wait)

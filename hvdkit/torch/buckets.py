@@ -299,15 +299,15 @@ class Bucket:
 
 
 def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
-    """Buckets of parameters that train, last layer first, as backward produces gradients; at least one.
+    """Buckets of parameters that train; at least one.
 
     Args:
-        named: the parameters in the order of the model.
+        named: the parameters in the order in which backward produces their gradients.
         sparse: the id of each parameter whose gradient is sparse.
     """
     travel_alone = [] if layout.sparse_as_dense else [one for one in named if id(one[1]) in sparse]
     alone = {id(parameter) for _, parameter in travel_alone}
-    dense = [one for one in reversed(named) if id(one[1]) not in alone]
+    dense = [one for one in named if id(one[1]) not in alone]
     made: list[AnyBucket] = [SparseGradient(*one) for one in travel_alone]
     made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
     return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], layout.sparse_as_dense)]

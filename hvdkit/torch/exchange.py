@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
@@ -20,7 +21,7 @@ from hvdkit.steps.divergence import DivergenceCheck
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch import divergence
 from hvdkit.torch.backward import TRACKER, eagerly
-from hvdkit.torch.bucket_layout import BucketFlags, BucketLayout, Members, Parameter, obstacle_to
+from hvdkit.torch.bucket_layout import BucketFlags, BucketLayout, Members, Named, Parameter, obstacle_to
 from hvdkit.torch.buckets import AnyBucket, in_buckets, total_norm
 from hvdkit.torch.buffers import look, untrained_of
 from hvdkit.torch.copies import COPIES
@@ -200,7 +201,7 @@ class Exchange:
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         if self.exchanging:
             self._local = []  # a gradient that is held here looks like the program's own
-        self._fired: set[int] = set()
+        self._fired: dict[int, None] = {}
         self._flags = BucketFlags(self._has_changed(), late, self._divergence.pending_fingerprint is not None)
 
     def _has_changed(self) -> bool:
@@ -224,7 +225,8 @@ class Exchange:
         key = id(parameter)
         if key in self._fired:
             self._twice.add(key)
-        self._fired.add(key)
+            del self._fired[key]
+        self._fired[key] = None
         others = len(parameter._post_accumulate_grad_hooks) > 1  # the program's, which may still change this gradient
         if others or self._agreed is None or self._flags.changed:
             return
@@ -306,7 +308,7 @@ class Exchange:
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = tell_how_many(ranks, self.process_set, self.number)
         divergence.warn_of_clipping_hooks(named)
-        buckets = in_buckets(named, how, sparse)
+        buckets = in_buckets(self._by_arrival(named, ranks), how, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
         bucket_of = {key: bucket for bucket in buckets for key in bucket.param_ids}
@@ -314,6 +316,17 @@ class Exchange:
             self._divergence = DivergenceCheck(self._untrained)
         self._agreed, self._seen = _Agreed(Members(named), number, buckets, bucket_of), []
         self._flags = self._flags._replace(has_fingerprint=0.0)
+
+    def _by_arrival(self, named: Named, ranks: TorchRanks) -> Named:
+        """Parameters as this backward produced their gradients on the first rank of the set; a collective.
+
+        Those without one there follow, last layer first.
+        """
+        arrived = {key: place for place, key in enumerate(self._fired)}
+        last = len(arrived) + len(named)
+        mine = [arrived.get(id(parameter), last - place) for place, (_, parameter) in enumerate(named)]
+        first_rank = ranks.gather(np.array(mine, dtype=np.int64), "hvdkit.arrival")[0]
+        return [named[place] for place in np.argsort(first_rank, kind="stable")]
 
     def _buckets(self) -> list[AnyBucket]:
         return [] if self._agreed is None else self._agreed.buckets

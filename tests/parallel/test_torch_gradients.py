@@ -1227,6 +1227,39 @@ def test_other_ways_to_travel_give_the_same(hk, world, options):
     )
 
 
+@on_ranks("torch", n=(2, 3))
+def test_buckets_hold_what_the_first_backward_of_rank_0_gave_one_after_the_other(hk, world, monkeypatch):
+    """Not what was registered so; other ranks run the layers in an order of their own."""
+    import torch
+
+    from hvdkit.torch.reducer import Reducer
+
+    def train(distribute, ranks, sees):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False).double() for name in "abcd"})
+        optimizer = distribute(momentum(layers.parameters()), layers, bucket_mb=2 * 128e-6)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in ranks:
+                x = torch.full((2, 4), 1.0 + rank + step, dtype=torch.float64)
+                for name in ("bdac", "abcd", "dcba")[rank]:
+                    x = torch.tanh(layers[name](x))
+                (x.sum() / len(ranks)).backward()
+            optimizer.step()
+            sees(step)
+        return [layers]
+
+    sent, plain_start = [], Reducer.start
+    monkeypatch.setattr(Reducer, "start", lambda self, flat, name: sent.append(name) or plain_start(self, flat, name))
+    by_step = {}
+    trained = train(hk.distribute, [world.rank], lambda step: by_step.update({step: [*sent]}) or sent.clear())
+    assert sorted(name.partition(".")[2].partition(".")[2] for name in by_step[2]) == [
+        "c.weight .. a.weight",
+        "d.weight .. b.weight",
+    ]
+    assert furthest(trained, train(plain, range(world.size), lambda _: None)) < 1e-12
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @on_ranks("torch", n=2)
 def test_a_parameter_that_stands_twice_in_a_group_is_summed_once(hk, world, everyone):

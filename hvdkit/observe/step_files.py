@@ -50,6 +50,23 @@ class StepEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Cores:
+    """What the thread that trains got of the processor, in so many steps.
+
+    Attributes:
+        steps: how many.
+        ran: seconds that it ran.
+        queued: seconds that it could have run, and others had the cores.
+        of_all: seconds that all threads of the process ran.
+    """
+
+    steps: int
+    ran: float
+    queued: float
+    of_all: float
+
+
+@dataclass(frozen=True, slots=True)
 class RankTimes:
     """What one rank wrote.
 
@@ -57,6 +74,7 @@ class RankTimes:
         rank: its number.
         steps: in order.
         host: a number that ranks of one host share; None in older files.
+        cores: of all steps; None where the kernel does not say it.
         cpus: cores to which the thread that trains is bound; None in older files.
         events: in order of time.
     """
@@ -64,6 +82,7 @@ class RankTimes:
     rank: int
     steps: tuple[Step, ...]
     host: int | None = None
+    cores: Cores | None = None
     cpus: frozenset[int] | None = None
     events: tuple[StepEvent, ...] = ()
 
@@ -88,10 +107,12 @@ def _read(path: Path) -> RankTimes:
             raise ValueError(f"the first line is {header!r}")
         host, cpus = header.get("host"), header.get("cpus")
         events = [line for line in lines if isinstance(line, dict) and "event" in line]
+        cores = [line for line in lines if isinstance(line, dict) and "event" not in line]
         return RankTimes(
             int(header["rank"]),
             tuple(_step(line) for line in lines if not isinstance(line, dict)),
             None if host is None else int(host),
+            _cores(cores[-1]) if cores else None,
             None if cpus is None else frozenset(map(int, cpus)),
             tuple(
                 StepEvent(str(event["event"]), _seconds(event["at"]), _seconds(event["seconds"])) for event in events
@@ -117,6 +138,13 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"a time is {value!r}")
     return float(value)
+
+
+def _cores(line: dict[str, Any]) -> Cores:
+    steps = line["steps"]
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"a number of steps is {steps!r}")
+    return Cores(steps, *(_seconds(line[name]) for name in ("ran", "queued", "of_all")))
 
 
 def _optional(value: Any) -> float | None:

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from hvdkit.observe.step_files import RankTimes, Step, StepEvent
+from hvdkit.observe.step_files import Cores, RankTimes, Step, StepEvent
 from hvdkit.read.explain import step_causes
 
 STEPS = 200
@@ -54,13 +54,13 @@ class Job:
                 # the wait of the first rank is in its own step: it asks for its next batch when the exchange is over
                 ended = float(now[rank] + (self.late[rank, step + 1] if step + 1 < steps else 0))
                 arrived = float(now[rank]) if self.exact else None
-                used = tuple(float(part[rank]) for part in (self.ran, self.queued, self.of_all))
-                found[rank].append(Step(float(asked[rank]), float(given[rank]), said, ended, arrived, used))
+                found[rank].append(Step(float(asked[rank]), float(given[rank]), said, ended, arrived))
         return [
             RankTimes(
                 rank,
                 tuple(found[rank]),
                 self.hosts[rank],
+                Cores(steps, *(part * steps for part in (self.ran[rank], self.queued[rank], self.of_all[rank]))),
                 self.cpus[rank],
                 tuple(StepEvent(name, found[rank][at].given + 1e-4, spent) for name, at, spent in self.events[rank]),
             )
@@ -79,8 +79,10 @@ class Job:
         (directory / "steps").mkdir(parents=True)
         for rank in self.times():
             head = {"hvdkit": "step times", "version": 1, "rank": rank.rank, "host": rank.host}
-            steps = [[step.asked, step.given, step.ready, step.ended, step.arrived, *step.used] for step in rank.steps]
-            text = "".join(f"{json.dumps(line)}\n" for line in [head, *steps])
+            used = [None] * 3
+            steps = [[step.asked, step.given, step.ready, step.ended, step.arrived, *used] for step in rank.steps]
+            cores = {name: getattr(rank.cores, name) for name in ("steps", "ran", "queued", "of_all")}
+            text = "".join(f"{json.dumps(line)}\n" for line in [head, *steps, cores])
             (directory / "steps" / f"rank-{rank.rank}.jsonl").write_text(text)
 
 

@@ -155,6 +155,15 @@ def test_a_host_is_a_number_and_no_name(clock, directory):
     assert isinstance(times.host, int) and os.uname().nodename not in (directory / "rank-1.jsonl").read_text()
 
 
+def test_what_the_processor_gave_is_written_where_the_kernel_says_it(clock, directory):
+    list(step_times.record_steps(range(9)))
+    (times,) = step_files.read(directory)
+    if Path("/proc/self/schedstat").exists():
+        assert times.cores.steps == 4 and times.cores.ran >= 0 and times.cores.queued >= 0
+    else:
+        assert times.cores is None
+
+
 def test_of_each_step_it_is_written_what_the_thread_got_until_its_gradients_were_there(clock, directory):
     for _ in step_times.record_steps(range(3)):
         begun = time.thread_time()

@@ -323,8 +323,9 @@ def test_batches_of_no_loader_are_not_called_computation(tmp_path, longer, kind,
     job.compute[1, np.arange(STEPS) % 3 > 0] += 0.02
     times = job.times()
     for at, rank in enumerate(list(times)):
-        used = None if longer is None else (rank if longer else times[0]).steps[0].used
-        times[at] = replace(rank, steps=tuple(replace(step, given=step.asked, used=used) for step in rank.steps))
+        steps = tuple(replace(step, given=step.asked) for step in rank.steps)
+        like = rank if longer else times[0]
+        times[at] = replace(rank, steps=steps, cores=None if longer is None else like.cores)
     (cause,) = step_causes.look(times, tmp_path / "steps").causes
     assert (cause.kind, cause.ranks) == (kind, (1,)) and says in cause.what
     assert ("record_steps" in cause.advice) == (kind == "late")
@@ -339,6 +340,7 @@ def test_steps_of_a_validation_do_not_hide_the_others(tmp_path):
             rank.rank,
             tuple(replace(step, ready=None if at % 5 == 4 else step.ready) for at, step in enumerate(rank.steps)),
             rank.host,
+            rank.cores,
         )
         for rank in times
     ]

@@ -40,7 +40,7 @@ class StepTable:
             were ready, with the computation.
         ready: whether they say it.
         used: (3, ranks, steps): the thread that trains ran, others had its core, all threads ran; None where it is not
-            known.
+            known. Means of a step in older files.
         events: by name, seconds within each part, (ranks, steps), and of "exchange" where that holds the computation.
         cpus: of each rank, None in older files.
         where: for the evidence.
@@ -159,9 +159,6 @@ def table(
             f"{printable(str(where))} holds steps that take no time; do the work of a step inside of the loop."
         )
     parts = {"between": asked - begun, "input": given - asked, "work": done - given}
-    used = None
-    if all(step.used is not None for steps in trained for step in steps[:count]):
-        used = np.array([of(lambda step, at=at: step.used[at])[:, first:] for at in range(3)])  # type: ignore[misc]
     hosts = [rank.host for rank in times]
     events = {
         name: _of_events(
@@ -180,7 +177,7 @@ def table(
         parts={name: part[:, first:] for name, part in parts.items()},
         exchange=np.maximum(0.0, whole - (done - begun).max(axis=0))[first:],
         ready=ready,
-        used=used,
+        used=_used(times, of, first),
         events=events,
         cpus=[rank.cpus for rank in times],
         where=where.name or str(where),
@@ -229,6 +226,18 @@ def _left(times: Sequence[RankTimes], arrived: Floats, ended: Floats, first: int
         there = [row for row, rank in enumerate(times) if rank.host == host]
         left[there] = ended[there].min(axis=0)
     return left
+
+
+def _used(times: Sequence[RankTimes], of: Callable[..., Floats], first: int) -> Floats | None:
+    """See ``StepTable.used``; of a step where the ranks say it of each, else what they say of all."""
+    if all(step.used is not None for rank in times for step in rank.steps):
+        return np.array([of(lambda step, at=at: step.used[at])[:, first:] for at in range(3)])
+    cores = [rank.cores for rank in times if rank.cores is not None]
+    if len(cores) < len(times):
+        return None
+    means = [[getattr(of_rank, name) / of_rank.steps for of_rank in cores] for name in ("ran", "queued", "of_all")]
+    steps = of(lambda step: step.asked).shape[1] - first
+    return np.repeat(np.array(means)[:, :, None], steps, axis=2)
 
 
 def _of_events(times: Sequence[RankTimes], name: str, edges: tuple[Floats, ...], first: int) -> dict[str, Floats]:

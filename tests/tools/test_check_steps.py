@@ -106,6 +106,13 @@ def test_a_batch_divided_by_the_number_of_processes_needs_no_larger_rate() -> No
     assert checked.verdicts[2].status == "not needed"
 
 
+def test_a_data_set_cut_to_as_many_samples_for_each_rank_needs_no_count_of_steps() -> None:
+    text = (CORRECT.parents[1] / "port" / "after" / "single_tape.py").read_text()
+    assert check_text(text).verdicts[7].status == "not needed"
+    rounds = ".batch(world.size, drop_remainder=True)"
+    assert rounds in text and check_text(text.replace(rounds, ".batch(4)")).verdicts[7].status == "undecided"
+
+
 @pytest.mark.parametrize("option", ["op=hvd.Sum", "op=hvd.Adasum"])
 def test_summed_gradients_need_no_larger_rate(option: str) -> None:
     text = (CORRECT / "horovod_torch_class.py").read_text()

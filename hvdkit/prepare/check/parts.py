@@ -101,8 +101,8 @@ class DataCase(Case):
         ``divided``: whether its steps are divided by ranks.
         """
         if sharding := self.shard_lines(*given):
-            makers = self.calls(*given, through=True)
-            return DataPart(SHARDED, tuple(sharding), balanced=any(self.role(call) == Role.SHARD for call in makers))
+            balanced = any(map(self._divides_evenly, self.calls(*given, through=True)))
+            return DataPart(SHARDED, tuple(sharding), balanced=balanced)
         doubt = next((why for one in given if (why := self._doubt(one))), "")
         if doubt:
             return DataPart(UNCLEAR, lines, doubt)
@@ -112,6 +112,11 @@ class DataCase(Case):
         if not divided or (self.tf_sources(*given) and draws_alike):
             return DataPart(WHOLE, lines)
         return DataPart(UNCLEAR, lines, "each rank may draw at random from all data, for its share of the steps")
+
+    def _divides_evenly(self, call: ast.Call) -> bool:
+        """hvdkit's ``shard``, or what leaves the samples out that are too few for every rank."""
+        whole_rounds = method(call) == "batch" and is_constant(argument(call, "drop_remainder", 1), True)
+        return self.role(call) == Role.SHARD or (whole_rounds and self.has_size(argument(call, "batch_size", 0)))
 
     def shard_lines(self, *nodes: ast.AST | None) -> list[int]:
         """The lines that make values this rank's part."""

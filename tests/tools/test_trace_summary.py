@@ -123,53 +123,38 @@ def test_gpus_streams_and_copies(tmp_path):
     assert len(found.steps) == 1
 
 
-def test_self_times_and_calls(tmp_path):
-    """outer 0-100 holds inner 10-30 and itself again 40-90, which holds inner 50-60; another thread is apart."""
-    found = times(
-        tmp_path / "t.json",
-        event("outer", 0, 100), event("inner", 10, 20), event("outer", 40, 50), event("inner", 50, 10),
-        event("inner", 0, 100, tid=8),
-    )  # fmt: skip
-    outer, inner = (next(one for one in found.operators if one.name == name) for name in ("outer", "inner"))
-    assert (outer.calls, inner.calls) == (2, 3)
-    check(outer, self_ms=70)
-    check(inner, self_ms=130)
-    assert "no steps" in found.notes[0]
+SELF_TIMES = {
+    "nested, once in itself, and in another thread": (
+        [event("outer", 0, 100), event("inner", 10, 20), event("outer", 40, 50), event("inner", 50, 10),
+         event("inner", 0, 100, tid=8)],
+        {"outer": (70, 2), "inner": (130, 3)},
+    ),
+    "communication in the background holds nothing": (
+        [event("node", 0, 20), gloo(5, 40), event("aten::mm", 10, 5), event("z", 30, 5)],
+        {"node": (15, 1), "gloo:all_reduce": (40, 1), "z": (5, 1)},
+    ),
+    "a range that outlasts what it began in holds nothing": (
+        [event("outer", 0, 20), event("span", 5, 40, "user_annotation"), event("aten::mm", 10, 5)],
+        {"outer": (15, 1), "span": (40, 1)},
+    ),
+    "launch --torch-profile begins a step within step()": (
+        [step(0, 0, 50), step(1, 50, 50), event("Optimizer.step#SGD.step", 20, 31, "user_annotation"), wait(21, 20),
+         event("aten::add", 42, 5)],
+        {"Optimizer.step#SGD.step": (6, 1)},
+    ),
+    "whole microseconds may let a call end after its caller": (
+        [{**event("outer", 0, 0), "ts": 10, "dur": 5}, {**event("inner", 0, 0), "ts": 12, "dur": 4}],
+        {"outer": (0.002, 1)},
+    ),
+}  # fmt: skip
 
 
-def test_communication_in_the_background_holds_nothing(tmp_path):
-    """gloo:all_reduce begins within an operator, spans others and ends after it."""
-    found = times(tmp_path / "t.json", event("node", 0, 20), gloo(5, 40), event("aten::mm", 10, 5), event("z", 30, 5))
-    operators = {one.name: one for one in found.operators}
-    check(operators["node"], self_ms=15)
-    check(operators["gloo:all_reduce"], self_ms=40)
-    check(operators["z"], self_ms=5)
-
-
-def test_a_range_that_outlasts_what_it_began_in_holds_nothing(tmp_path):
-    found = times(
-        tmp_path / "t.json", event("outer", 0, 20), event("span", 5, 40, "user_annotation"), event("aten::mm", 10, 5)
-    )
-    operators = {one.name: one for one in found.operators}
-    check(operators["outer"], self_ms=15)
-    check(operators["span"], self_ms=40)
-
-
-def test_an_optimizer_step_may_end_in_the_next_step(tmp_path):
-    """As ``hvdkit launch --torch-profile`` has it, which begins a step within ``step()``."""
-    found = times(
-        tmp_path / "t.json", step(0, 0, 50), step(1, 50, 50),
-        event("Optimizer.step#SGD.step", 20, 31, "user_annotation"), wait(21, 20), event("aten::add", 42, 5),
-    )  # fmt: skip
-    operators = {one.name: one for one in found.operators}
-    check(operators["Optimizer.step#SGD.step"], self_ms=6)
-
-
-def test_whole_microseconds_may_let_a_call_end_after_its_caller(tmp_path):
-    outer = {**event("outer", 0, 0), "ts": 10, "dur": 5}
-    inner = {**event("inner", 0, 0), "ts": 12, "dur": 4}
-    found = times(tmp_path / "t.json", outer, inner)
-    check(next(one for one in found.operators if one.name == "outer"), self_ms=0.002)
+@pytest.mark.parametrize("case", SELF_TIMES)
+def test_self_times_and_calls(tmp_path, case):
+    events, expected = SELF_TIMES[case]
+    operators = {one.name: (one.self_ms, one.calls) for one in times(tmp_path / "t.json", *events).operators}
+    for name, (self_ms, calls) in expected.items():
+        assert operators[name] == (pytest.approx(self_ms, abs=1e-6), calls), name
 
 
 def test_steps_with_the_same_number_and_what_lies_outside(tmp_path):

@@ -32,7 +32,9 @@ def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr
 
 def has_stars(call: ast.Call) -> bool:
     """Whether a call takes arguments from ``*`` or ``**``, which the text may not show."""
-    return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
+    return any(isinstance(value, ast.Starred) for value in call.args) or any(
+        keyword.arg is None for keyword in call.keywords
+    )
 
 
 def receiver(call: ast.Call) -> ast.expr:
@@ -87,14 +89,14 @@ def given_for(function: FunctionNode, parameter: ast.arg, call: ast.Call) -> lis
     positional = [*function.args.posonlyargs, *function.args.args]
     if positional and positional[0].arg in ("self", "cls"):
         positional = positional[1:]
-    if named := [one.value for one in call.keywords if one.arg == parameter.arg]:
+    if named := [keyword.value for keyword in call.keywords if keyword.arg == parameter.arg]:
         return named
     if parameter is function.args.vararg:
         return call.args[len(positional) :]
     if parameter is function.args.kwarg:
         known = {one.arg for one in positional + function.args.kwonlyargs}
-        return [one.value for one in call.keywords if one.arg not in known]
-    spread = [one.value for one in call.keywords if one.arg is None]
+        return [keyword.value for keyword in call.keywords if keyword.arg not in known]
+    spread = [keyword.value for keyword in call.keywords if keyword.arg is None]
     if parameter not in positional:
         return spread
     place = positional.index(parameter)

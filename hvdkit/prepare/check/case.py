@@ -112,7 +112,7 @@ class Case(Flow):
     def others(self) -> list[str]:
         """Other ways to distribute a training, which are not checked."""
         found = {libraries.OTHER_DISTRIBUTORS.get(name.split(".")[0]) for name in self.used}
-        found |= {way for names, way in libraries.OTHER_WAYS.items() for one in self.used if re.fullmatch(names, one)}
+        found |= {way for names, way in libraries.OTHER_WAYS.items() for name in self.used if re.fullmatch(names, name)}
         return sorted(way for way in found if way is not None)
 
     @cached_property
@@ -201,17 +201,17 @@ class Case(Flow):
 
     def kinds(self, *nodes: ast.AST | None) -> set[Role]:
         """Ranks and sizes among what values come from."""
-        return {kind for one in self.reach(*nodes) if (kind := self.kind(one)) is not None}
+        return {kind for node in self.reach(*nodes) if (kind := self.kind(node)) is not None}
 
     def has_rank(self, *nodes: ast.AST | None, through: bool = False) -> bool:
         """Whether a value comes from a rank, or from something that is named like one."""
         reached = self.reach(*nodes, through=through)
-        return any(self.kind(one) in RANKS or libraries.RANK_WORDS.search(word(one)) for one in reached)
+        return any(self.kind(node) in RANKS or libraries.RANK_WORDS.search(word(node)) for node in reached)
 
     def has_size(self, *nodes: ast.AST | None, through: bool = False) -> bool:
         """Whether a value comes from the number of processes, or from something that is named like it."""
         sizes, reached = (Role.SIZE, Role.LOCAL_SIZE), self.reach(*nodes, through=through)
-        return any(self.kind(one) in sizes or libraries.SIZE_WORDS.search(word(one)) for one in reached)
+        return any(self.kind(node) in sizes or libraries.SIZE_WORDS.search(word(node)) for node in reached)
 
     # Where a call happens ---------------------------------------------------------------------------------------------
 
@@ -240,9 +240,9 @@ class Case(Flow):
                 setters += [binding.node for binding in self.reaching(node)]
             elif isinstance(node, ast.Call):
                 inside = [one for function in self.callees(node) for one in ast.walk(function)]
-                setters += [one for one in inside if isinstance(one, ast.Return)]
+                setters += [node for node in inside if isinstance(node, ast.Return)]
         around = {parent for setter in setters for parent in self.ancestors(setter)}
-        return any(isinstance(one, ast.If) and self.has_rank(one.test) for one in around)
+        return any(isinstance(node, ast.If) and self.has_rank(node.test) for node in around)
 
     def _is_unclear(self, guard: Condition) -> bool:
         """Whether a condition hangs on what the text does not show, or leaves one process alone (``size == 1``)."""
@@ -296,7 +296,7 @@ class Case(Flow):
             match method(call) if self.dotted(call.func) is None else "":
                 case "step":
                     given = (one for one in (owner, *call.args[:1]) if any(map(self.is_optimizer, self.calls(one))))
-                    found += [Update(event, one) for one in given][:1]
+                    found += [Update(event, value) for value in given][:1]
                 case "apply_gradients":
                     found.append(Update(event, owner, argument(call, "grads_and_vars", 0)))
                 case "apply" if any(map(self.is_optimizer, self.calls(owner))):
@@ -310,10 +310,10 @@ class Case(Flow):
     @cached_property
     def steps(self) -> list[Event]:
         """The events that compute or apply gradients, in order; ``fit`` too."""
-        found = [one for one in self.methods("backward") if self.dotted(one.node.func) is None]
+        found = [event for event in self.methods("backward") if self.dotted(event.node.func) is None]
         found += [update.event for update in self.updates if method(update.event.node) != "compile"]
-        found += [one for one in self.methods("gradient")
-                  if self.made_by(("tensorflow.GradientTape",), receiver(one.node), through=True)]  # fmt: skip
+        found += [event for event in self.methods("gradient")
+                  if self.made_by(("tensorflow.GradientTape",), receiver(event.node), through=True)]  # fmt: skip
         of_arrays = self.events if "hvdkit.arrays" in self.modules else []  # which has no optimizer: its mean is called
         found += [one for one in of_arrays if self.having_made(receiver(one.node), Role.DISTRIBUTE)]
         return sorted({*found, *self.fits, *self.having(Role.FIT)}, key=lambda one: one.order)
@@ -321,18 +321,18 @@ class Case(Flow):
     def operations(self, call: ast.Call) -> set[str]:
         """What ``op=`` may be in a call that averages: "average", "sum", "adasum"; none where it is not given."""
         reached = self.reach(argument(call, "op"))
-        named = {(self.dotted(one) or "").rpartition(".")[2].lower() for one in reached}
-        texts = {str(one.value) for one in reached if isinstance(one, ast.Constant)}
+        named = {(self.dotted(node) or "").rpartition(".")[2].lower() for node in reached}
+        texts = {str(node.value) for node in reached if isinstance(node, ast.Constant)}
         return (named | texts) & {"average", "sum", "adasum"}
 
     def reduces_gradients(self) -> list[Event]:
         """The events that average gradients by hand."""
         found = []
-        for event in (one for one in self.having(Role.REDUCE) if one.reached):
+        for event in (event for event in self.having(Role.REDUCE) if event.reached):
             given = arguments(event.node)
             texts = map(ast.unparse, [*given, *(one for loop in event.loops for one in over(loop))])
             reached = self.reach(*given)
-            of_grad = any(getattr(one, "attr", "") == "grad" for one in reached)
+            of_grad = any(getattr(node, "attr", "") == "grad" for node in reached)
             if of_grad or any("grad" in text.lower() for text in texts):
                 found.append(event)
         return found
@@ -342,7 +342,7 @@ class Case(Flow):
     @cached_property
     def holders(self) -> set[str]:
         """The texts of expressions that hold a model or an optimizer: ``model``, ``self.net``, ``opt``."""
-        nodes = [one for one in self.nodes if isinstance(one, (ast.Attribute, ast.Name))]
+        nodes = [node for node in self.nodes if isinstance(node, (ast.Attribute, ast.Name))]
         by_use = {
             ast.unparse(node.value)
             for node in nodes
@@ -355,7 +355,7 @@ class Case(Flow):
         """A function that is not in this text and gets or makes a model or an optimizer: it may do any step."""
         for call in (event.node for event in self.events if self.is_opaque(event.node)):
             given = arguments(call)
-            if given and (has_stars(call) or any(ast.unparse(one) in self.holders for one in given)):
+            if given and (has_stars(call) or any(ast.unparse(value) in self.holders for value in given)):
                 return ast.unparse(call.func)
             statement = self.statement(call)  # ``model, optimizer = build(args)``
             targets = statement.targets if isinstance(statement, ast.Assign) and not makes_object(call) else []
@@ -397,7 +397,7 @@ class Case(Flow):
 
     @cached_property
     def _compiled(self) -> set[str]:
-        return {ast.unparse(receiver(one.node)) for one in self.methods("compile") if not self.name(one.node)}
+        return {ast.unparse(receiver(event.node)) for event in self.methods("compile") if not self.name(event.node)}
 
     # Loops over data --------------------------------------------------------------------------------------------------
 
@@ -406,7 +406,7 @@ class Case(Flow):
         """The innermost loops around training steps that go over data, with the steps in them."""
         found: dict[ast.AST, list[Event]] = {}
         for event in self.steps:
-            loop = next((one for one in reversed(event.loops) if self.sources(one)), None)
+            loop = next((loop for loop in reversed(event.loops) if self.sources(loop)), None)
             if loop is not None:
                 found.setdefault(loop, []).append(event)
         return found
@@ -444,8 +444,8 @@ class Case(Flow):
         data = [one for one in over(loop) if not _COUNTS.match(ast.unparse(one))]
         if data:
             return data
-        inside = [one for one in self.events if one.loops and one.loops[-1] is loop]
-        return [one.node.args[0] for one in inside if self.name(one.node) == "builtins.next" and one.node.args]
+        inside = [event for event in self.events if event.loops and event.loops[-1] is loop]
+        return [event.node.args[0] for event in inside if self.name(event.node) == "builtins.next" and event.node.args]
 
     def epochs_around(self, event: Event, loop: ast.AST) -> bool:
         """Whether a loop over data runs again and again: it is inside of another loop."""

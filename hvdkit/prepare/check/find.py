@@ -105,9 +105,9 @@ def pinned_by_global_rank(case: JudgedCase) -> Iterator[ast.expr]:
     for chosen in sorted(steps.device_choices(case), key=lambda one: one.lineno):
         reached = case.reach(chosen)
         to_local = (ast.Mod, ast.Sub, ast.FloorDiv)
-        sums = [one for one in reached if isinstance(one, ast.BinOp) and isinstance(one.op, to_local)]
+        sums = [node for node in reached if isinstance(node, ast.BinOp) and isinstance(node.op, to_local)]
         reckoned = any(not isinstance(one.left, (ast.Constant, ast.JoinedStr)) for one in sums)  # "cuda:%d" % rank
-        named_local = any("local" in word(one) for one in reached)
+        named_local = any("local" in word(node) for node in reached)
         if case.kinds(chosen) == {Role.RANK} and not reckoned and not named_local:
             yield chosen
             return
@@ -185,7 +185,7 @@ def downloads(case: JudgedCase) -> Iterator[Event]:
 def _downloads(case: JudgedCase, call: ast.Call) -> bool:
     name = case.name(call)
     if name.startswith(("os.system", "os.popen", "subprocess.")):
-        return any(isinstance(one, ast.Constant) and _FETCHERS.match(str(one.value)) for one in ast.walk(call))
+        return any(isinstance(node, ast.Constant) and _FETCHERS.match(str(node.value)) for node in ast.walk(call))
     return name in _FETCHES or (name.startswith(_DATA_SETS) and is_constant(argument(call, "download"), True))
 
 
@@ -264,7 +264,9 @@ def _unwrapped_models(case: JudgedCase) -> Iterator[Event]:
     """Training steps of DDP scripts that run the bare model, although another name has the wrapped one."""
     wrapped = {event.node for event in case.having(Role.DISTRIBUTE)}
     bare = {made for made in case.calls(*map(_first, wrapped)) if case.class_of(made)}
-    trained = {(one.loops, one.stack): one.order for one in case.methods("backward") if one.reached and one.loops}
+    trained = {
+        (event.loops, event.stack): event.order for event in case.methods("backward") if event.reached and event.loops
+    }
     for event in case.events:
         called = event.node.func
         is_object = isinstance(called, ast.Name) or method(event.node) in case.attributes  # not model.train()
@@ -320,7 +322,7 @@ def early_uses(case: JudgedCase) -> Iterator[Event]:
         if _CLIPS.match(case.name(call)):
             return True
         made = case.calls(receiver(call)) if method(call) in ("unscale_", "step") else []
-        scalers = [one for one in made if case.name(one).endswith("GradScaler")]
+        scalers = [call for call in made if case.name(call).endswith("GradScaler")]
         return any(not is_constant(argument(one, "enabled"), False) for one in scalers)
 
     for between, update in _passes(case) if not case.handed_away else ():
@@ -349,7 +351,7 @@ def early_broadcasts(case: JudgedCase) -> Iterator[Event]:
     for event in case.having(Role.BROADCAST) if case.steps else ():
         names = [one for one in steps.sent_objects(event) if isinstance(one, ast.Name) and not case.reaching(one)]
         # ``broadcast(optimizer)`` above ``optimizer = ...``, in one function
-        before_it_exists = any(case.lookup(one.id, case.scope(one)) is case.scope(one) for one in names)
+        before_it_exists = any(case.lookup(name.id, case.scope(name)) is case.scope(name) for name in names)
         if event.reached and (before_it_exists or _has_no_slots(case, event) or _is_loaded_later(case, event)):
             yield event
 
@@ -358,14 +360,14 @@ def _has_no_slots(case: JudgedCase, event: Event) -> bool:
     """A Keras optimizer has nothing to send before its first step, unless it is built."""
     if not case.name(event.node).endswith("broadcast_variables"):
         return False
-    applied = [one for one in case.steps if method(one.node) in ("apply_gradients", "apply", "minimize")]
+    applied = [event for event in case.steps if method(event.node) in ("apply_gradients", "apply", "minimize")]
     if not applied or applied[0].order < event.order or set(event.loops) & set(applied[0].loops):
         return False
     builds = [one for one in case.methods("build") if one.order < event.order]
     if any(map(case.is_optimizer, case.calls(*(receiver(one.node) for one in builds)))):
         return False
     sent = steps.sent_objects(event)
-    wrapped = [call.args[0] for one in sent for call in case.having_made(one, Role.DISTRIBUTE) if call.args]
+    wrapped = [call.args[0] for value in sent for call in case.having_made(value, Role.DISTRIBUTE) if call.args]
     return any(case.is_keras_optimizer(call) for call in case.calls(*sent, *wrapped))
 
 
@@ -379,7 +381,7 @@ def _is_loaded_later(case: JudgedCase, event: Event) -> bool:
 
     for load in steps.loads(case):
         made = case.made_by(steps.TF_CHECKPOINTS, receiver(load.node))
-        loaded = identities([receiver(load.node), *(one.value for call in made for one in call.keywords)])
+        loaded = identities([receiver(load.node), *(keyword.value for call in made for keyword in call.keywords)])
         replaced = identities(steps.sent_objects(event)) & loaded
         if not event.order < load.order < case.steps[0].order or not load.reached or not replaced:
             continue
@@ -435,7 +437,7 @@ class Removed:
         for event in case.events:
             if re.search(self.called, case.name(event.node) or ast.unparse(event.node.func)):
                 if self.words:
-                    yield from (one for one in event.node.keywords if one.arg in self.words)
+                    yield from (keyword for keyword in event.node.keywords if keyword.arg in self.words)
                 elif not any(re.search(r"__version__|hasattr", ast.unparse(guard.test)) for guard in event.guards):
                     yield event
 

@@ -46,7 +46,7 @@ def _takers(case: JudgedCase, test: ast.AST, holds: bool, depth: int = 0) -> str
         case ast.Name() | ast.Attribute() | ast.Call() | ast.arg():
             if _is_rank(case, test):
                 return _OTHERS if holds else _ROOT
-            named = {_takers(case, one, holds, depth + 1) for one in case.behind(test)}
+            named = {_takers(case, node, holds, depth + 1) for node in case.behind(test)}
             return named.pop() if len(named) == 1 else None
     return None
 
@@ -72,7 +72,7 @@ def _is_rank(case: JudgedCase, node: ast.AST) -> bool:
     if isinstance(node, ast.Call) and case.name(node) == "builtins.int" and node.args:
         return _is_rank(case, node.args[0])
     values = case.behind(node) if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.arg)) else []
-    return bool(values) and all(_is_rank(case, one) for one in values)
+    return bool(values) and all(_is_rank(case, value) for value in values)
 
 
 def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
@@ -92,6 +92,6 @@ def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
             continue
         # The call on the branch itself: of a function that holds the collective, or the collective.
         inside = case.function(guard.test)
-        under = {one.node for one in case.events if guard in one.guards}
+        under = {event.node for event in case.events if guard in event.guards}
         way = [one for one in [*event.stack, event.node] if case.function(one) is inside and one in under]
         yield (way[0] if way else event.node).func

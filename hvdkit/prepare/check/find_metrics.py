@@ -26,7 +26,7 @@ def unaveraged(case: JudgedCase) -> Iterator[int]:
     """Lines that show a metric of one rank's part of the test data."""
     shows = [event for event in case.events if event.reached and _shows(case, event)]
     for loop, inside in case.evaluation_loops.items():
-        given = [one for loader in case.sources(loop) if case.name(loader) in LOADERS for one in arguments(loader)]
+        given = [value for loader in case.sources(loop) if case.name(loader) in LOADERS for value in arguments(loader)]
         if not case.shard_lines(*given, *case.drawn_from(loop)):  # every rank sees all
             continue
         body = {node for statement in getattr(loop, "body", []) for node in ast.walk(statement)}
@@ -72,19 +72,19 @@ def shown(call: ast.Call) -> list[ast.expr]:
 def _is_of_one_rank(case: JudgedCase, value: ast.expr, body: set[ast.AST]) -> bool:
     """Whether a shown value was made in a loop and no collective took part in it."""
     reached = case.reach(value, through=True)
-    names = [one for one in reached if isinstance(one, (ast.Name, ast.Attribute))]
+    names = [node for node in reached if isinstance(node, (ast.Name, ast.Attribute))]
     if not body & reached or not any(_METRIC.search(ast.unparse(one)) for one in [value, *names]):
         return False
-    for call in (one for one in reached if isinstance(one, ast.Call)):
+    for call in (node for node in reached if isinstance(node, ast.Call)):
         if _reduces(case, call) or case.role(call) == Role.REDUCE or case.name(call).startswith("torchmetrics."):
             return False
         if case.is_opaque(call) and not makes_object(call):
             return False
-    stored = [one for one in body if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Store)]
+    stored = [node for node in body if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store)]
     texts = {ast.unparse(name) for name in names}
     made = {ast.unparse(one) for one in stored} & texts
     for call in (event.node for event in case.events):  # ``average(total)``, ``meter.all_reduce()``: in place
-        given = {ast.unparse(one) for one in call.args} & made or ast.unparse(receiver(call)) in texts
+        given = {ast.unparse(value) for value in call.args} & made or ast.unparse(receiver(call)) in texts
         if given and isinstance(case.parents[call], ast.Expr) and _reduces(case, call):
             return False
     return True
@@ -114,7 +114,7 @@ def _fitted(case: JudgedCase) -> Iterator[int]:
         return
     named = case.named("callbacks.EarlyStopping", "callbacks.ReduceLROnPlateau")
     deciding = [event.node for event in named if event.reached]
-    for event in (one for one in case.fits if not case.hidden(argument(one.node, "callbacks"))):
+    for event in (event for event in case.fits if not case.hidden(argument(event.node, "callbacks"))):
         if case.shard_lines(argument(event.node, "validation_data")):
             yield event.node.lineno
             continue

@@ -260,7 +260,7 @@ class Flow:
             changed = changed.value
         if isinstance(changed, ast.Name):
             scope = self.lookup(changed.id, self.scope(binding.node))
-            if scope is not None and not any(one.imported for one in scope.bindings[changed.id]):
+            if scope is not None and not any(binding.imported for binding in scope.bindings[changed.id]):
                 self._name(changed.id, binding, scope)
         elif isinstance(changed, ast.Attribute):
             self.attributes.setdefault(changed.attr, []).append(binding)
@@ -301,14 +301,14 @@ class Flow:
         if owner is None:
             return []
         around = list(self.ancestors(name))
-        generators = {x for one in around if isinstance(one, _COMPREHENSIONS) for x in one.generators}
+        generators = {x for node in around if isinstance(node, _COMPREHENSIONS) for x in node.generators}
         if own := [binding for binding in owner.bindings[name.id] if binding.node in generators]:
             return own
-        bindings = [one for one in owner.bindings[name.id] if not isinstance(one.node, ast.comprehension)]
+        bindings = [binding for binding in owner.bindings[name.id] if not isinstance(binding.node, ast.comprehension)]
         if owner is not scope:
             return bindings
-        foreign = [one for one in bindings if self.scope(one.node) is not scope]
-        bindings = [one for one in bindings if one not in foreign]
+        foreign = [binding for binding in bindings if self.scope(binding.node) is not scope]
+        bindings = [binding for binding in bindings if binding not in foreign]
         # Those above that nothing overwrites on every way there, then those of the turn of a loop before.
         above = [binding for binding in bindings if self._precedes(binding.node, name)]
         blocks = self._blocks_around(name).items()
@@ -353,9 +353,9 @@ class Flow:
         scope = self.lookup(name.id, self.scope(name))
         if scope is not None:
             bindings = scope.bindings[name.id]
-            handed_on = all(isinstance(one.node, ast.arg) for one in bindings)  # a module, under its own name
+            handed_on = all(isinstance(binding.node, ast.arg) for binding in bindings)  # a module, under its own name
             outside = self.scope(self.tree).bindings.get(name.id, [])
-            imports = [one.imported for one in (outside if handed_on else bindings) if one.imported]
+            imports = [binding.imported for binding in (outside if handed_on else bindings) if binding.imported]
             return imports[0] if imports else self._alias(bindings)
         if hasattr(builtins, name.id):
             return f"builtins.{name.id}"
@@ -427,7 +427,11 @@ class Flow:
                 return [value for binding in self.reaching(node) for value in self._bound(binding)]
             case ast.Attribute():
                 bindings = self.attributes.get(node.attr, [])
-                own = [one.node for one in bindings if isinstance(one.node, FUNCTIONS) and _is_property(one.node)]
+                own = [
+                    binding.node
+                    for binding in bindings
+                    if isinstance(binding.node, FUNCTIONS) and _is_property(binding.node)
+                ]
                 values = [value for binding in bindings for value in self._bound(binding)]
                 return values + [value for function in own for value in self._returned[function]]
             case ast.arg():
@@ -449,7 +453,7 @@ class Flow:
         for whole in own or [binding.value]:
             for place in binding.index:
                 inside = whole.elts if isinstance(whole, (ast.Tuple, ast.List)) else []
-                if place >= len(inside) or any(isinstance(one, ast.Starred) for one in inside):
+                if place >= len(inside) or any(isinstance(node, ast.Starred) for node in inside):
                     break
                 whole = inside[place]
             found.append(whole)
@@ -535,7 +539,7 @@ class Flow:
                 return self._bases(own)
         named = self._classes_named(receiver)
         made = [self.class_of(call) for call in self.calls(receiver)] if not named else []
-        return named or list(dict.fromkeys(one for one in made if one is not None))
+        return named or list(dict.fromkeys(call for call in made if call is not None))
 
     def _bases(self, owner: ast.ClassDef) -> list[ast.ClassDef]:
         named = [base.id for base in owner.bases if isinstance(base, ast.Name)]

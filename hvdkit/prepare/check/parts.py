@@ -55,7 +55,7 @@ class DataCase(Case):
         """The part of each data set that the script trains on; ``dataset.take(1)`` is a first step and no training."""
         found = []
         for loop, steps in self.training_loops.items():
-            takes = [one for one in self.calls(*self.drawn_from(loop)) if method(one) == "take"]
+            takes = [call for call in self.calls(*self.drawn_from(loop)) if method(call) == "take"]
             if not any(is_constant(argument(call, "count", 0), 1) for call in takes):
                 found.append(self.loop_part(loop, steps))
         fits = [event for event in self.fits if not is_constant(argument(event.node, "steps_per_epoch"), 1)]
@@ -77,19 +77,21 @@ class DataCase(Case):
         return self._part_of(self.drawn_from(loop), lines, self.has_size(*over(loop), through=True))
 
     def _loader_part(self, loader: ast.Call, steps: list[Event]) -> DataPart:
-        given = [*loader.args, *(one.value for one in loader.keywords if one.arg not in _NOT_DATA)]
+        given = [*loader.args, *(keyword.value for keyword in loader.keywords if keyword.arg not in _NOT_DATA)]
         if samplers := self.made_by(SAMPLERS, *given, through=True):
             return DataPart(SHARDED, (*(call.lineno for call in samplers), loader.lineno), balanced=True)
-        around = [one.iter for event in steps for one in event.loops if isinstance(one, (ast.For, ast.AsyncFor))]
-        whole = [one for one in around if "islice" not in ast.unparse(one) and self.made_by(LOADERS, one, through=True)]
-        divided = self.has_size(*(one for one in around if one not in whole), through=True)
+        around = [loop.iter for event in steps for loop in event.loops if isinstance(loop, (ast.For, ast.AsyncFor))]
+        whole = [
+            node for node in around if "islice" not in ast.unparse(node) and self.made_by(LOADERS, node, through=True)
+        ]
+        divided = self.has_size(*(node for node in around if node not in whole), through=True)
         return self._part_of(given, (loader.lineno,), divided)
 
     def fit_part(self, event: Event) -> DataPart:
         """The part of what Keras' ``fit`` is given."""
         call = event.node
         given = [argument(call, "x", 0), argument(call, "generator"), argument(call, "y", 1)]
-        known = [one for one in given if one is not None]
+        known = [value for value in given if value is not None]
         if not known:
             return DataPart(UNCLEAR, (call.lineno,), "what fit is given the text does not show")
         divided = self.has_size(argument(call, "steps_per_epoch"), argument(call, "epochs"), through=True)
@@ -103,7 +105,7 @@ class DataCase(Case):
         if sharding := self.shard_lines(*given):
             balanced = any(map(self._divides_evenly, self.calls(*given, through=True)))
             return DataPart(SHARDED, tuple(sharding), balanced=balanced)
-        doubt = next((why for one in given if (why := self._doubt(one))), "")
+        doubt = next((why for value in given if (why := self._doubt(value))), "")
         if doubt:
             return DataPart(UNCLEAR, lines, doubt)
         lines = tuple(call.lineno for call in self.tf_sources(*given)[:1]) or lines
@@ -120,8 +122,8 @@ class DataCase(Case):
 
     def shard_lines(self, *nodes: ast.AST | None) -> list[int]:
         """The lines that make values this rank's part."""
-        reached = [one for one in self.reach(*nodes, through=True) if isinstance(one, (ast.expr, ast.arg))]
-        return sorted({one.lineno for one in reached if self._shards(one)})
+        reached = [node for node in self.reach(*nodes, through=True) if isinstance(node, (ast.expr, ast.arg))]
+        return sorted({node.lineno for node in reached if self._shards(node)})
 
     def _shards(self, node: ast.AST) -> bool:
         if self.kind(node) in RANKS:  # unless it is an option of something else: a device, a message
@@ -138,7 +140,7 @@ class DataCase(Case):
             return True
         made = self.class_of(node)
         own = self.function_arguments(node) if made is None else [made]
-        return any(self.kind(inside) in (Role.RANK, Role.SPAWNED) for one in own for inside in ast.walk(one))
+        return any(self.kind(inside) in (Role.RANK, Role.SPAWNED) for function in own for inside in ast.walk(function))
 
     def _doubt(self, node: ast.expr) -> str:
         """Why it is not clear what a value holds; "" where the text shows it."""
@@ -159,11 +161,11 @@ class DataCase(Case):
                 return "the data are left out of this text"
         calls = [event.node for event in self.events]
         seeds = [call for call in calls if self.name(call) in _SEEDS or method(call) == "manual_seed"]
-        if self.has_rank(*(one for call in seeds for one in call.args)):
+        if self.has_rank(*(value for call in seeds for value in call.args)):
             return "each rank has a seed of its own"
         drawn = self.calls(node, through=True)
         own = [klass for call in drawn if (klass := self.class_of(call)) is not None]
-        drawn += [one for klass in own for one in ast.walk(klass) if isinstance(one, ast.Call)]
+        drawn += [node for klass in own for node in ast.walk(klass) if isinstance(node, ast.Call)]
         if any(_RANDOM.match(self.name(call)) for call in drawn) and not self.fixed_seed([node]):
             return "each rank makes random data of its own"
         return ""

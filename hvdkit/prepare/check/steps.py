@@ -95,12 +95,12 @@ def _may_do_it(who: str) -> Verdict:
 
 def starts(case: DataCase) -> list[Event]:
     """The events that initialise the library; mpi4py does so when it is imported."""
-    return [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
+    return [event for event in case.having(Role.INIT, Role.FIT) if not case.name(event.node).startswith("mpi4py")]
 
 
 def _init(case: DataCase) -> Verdict:
     events = starts(case)
-    reached = [one for one in events if one.reached]
+    reached = [event for event in events if event.reached]
     if reached:
         return _done(case.lines(reached))
     if events:
@@ -124,10 +124,10 @@ def _pin(case: DataCase) -> Verdict:
     hidden = any(is_constant(one, "") or is_constant(one, "-1") for one in _environment(case, "CUDA_VISIBLE_DEVICES"))
     if hidden or any(isinstance(one, ast.List) and not one.elts for one in visible):
         return _not_needed("GPUs are hidden from this script")
-    moved = [one for one in case.methods("cuda") if not case.name(one.node)]
-    named = [one.lineno for one in case.nodes if isinstance(one, ast.Constant) and _names_gpu(case, one)]
+    moved = [event for event in case.methods("cuda") if not case.name(event.node)]
+    named = [node.lineno for node in case.nodes if isinstance(node, ast.Constant) and _names_gpu(case, node)]
     used = sorted([*(one.node.lineno for one in [*moved, *case.named(*_CHOOSES)]), *named])
-    opaque = [one.node for one in case.events if case.is_opaque(one.node) and not makes_object(one.node)]
+    opaque = [event.node for event in case.events if case.is_opaque(event.node) and not makes_object(event.node)]
     setup = next((ast.unparse(call.func) for call in opaque), None)
     if used:
         return _undecided(f"{setup} is not in this text and may do it") if setup else _missing(used[:1])
@@ -147,9 +147,9 @@ def device_choices(case: DataCase) -> Iterator[ast.expr]:
     for call in (event.node for event in case.events):
         if case.name(call).endswith(_CHOOSES):
             number = (ast.Constant, ast.Name, ast.arg, ast.UnaryOp, ast.unaryop)  # the same GPU on every rank
-            yield from (one for one in call.args if not all(isinstance(x, number) for x in case.reach(one)))
+            yield from (value for value in call.args if not all(isinstance(x, number) for x in case.reach(value)))
         elif case.name(call).endswith(_TAKES_DEVICE) or method(call) in ("cuda", "to"):
-            yield from (one for one in call.args if case.has_rank(one))
+            yield from (value for value in call.args if case.has_rank(value))
         named = [argument(call, word) for word in ("device_ids", "device", "visible_device_list")]
         yield from (one for one in named if one is not None and case.has_rank(one))
     options = [binding.value for binding in case.attributes.get("visible_device_list", [])]
@@ -175,7 +175,7 @@ def _names_gpu(case: DataCase, node: ast.Constant) -> bool:
     if "cuda" not in text and "gpu" not in text:
         return False
     around = list(case.ancestors(node))
-    call = next((one for one in around if isinstance(one, ast.Call)), None)
+    call = next((node for node in around if isinstance(node, ast.Call)), None)
     if text == "gpu" or "/gpu" in text or "device:gpu" in text:
         return call is not None and case.name(call).startswith("tensorflow.")
     if text != "cuda" and not text.startswith("cuda:"):
@@ -229,7 +229,7 @@ def _rates(case: DataCase, call: ast.Call) -> list[ast.expr]:
 
 def _is_scaled(case: DataCase, *rates: ast.AST) -> bool:
     made = case.calls(*rates, through=True)
-    return case.has_size(*rates, through=True) or any(case.role(one) in (Role.SCALE, Role.WARMUP) for one in made)
+    return case.has_size(*rates, through=True) or any(case.role(call) in (Role.SCALE, Role.WARMUP) for call in made)
 
 
 def _unclear_rate(case: DataCase, call: ast.Call, rates: list[ast.expr]) -> str:
@@ -238,16 +238,16 @@ def _unclear_rate(case: DataCase, call: ast.Call, rates: list[ast.expr]) -> str:
     hidden = next(filter(None, (case.hidden(rate, through=True) for rate in rates)), None)
     if hidden:
         return f"the learning rate comes from {hidden}, which is not in this text"
-    if any(case.name(one).startswith("keras.") or case.class_of(one) for one in case.calls(*rates)):
+    if any(case.name(call).startswith("keras.") or case.class_of(call) for call in case.calls(*rates)):
         return "the learning rate is a schedule of its own"
-    parameters = [one for one in case.reach(*rates, through=True) if isinstance(one, ast.arg)]
+    parameters = [node for node in case.reach(*rates, through=True) if isinstance(node, ast.arg)]
     known = all(case.arguments_for(one) for one in parameters)
     return "" if known else "the learning rate comes from a caller that is not in this text"
 
 
 def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool]]:
     """What else sets a rate: the line, and whether the number of processes is in it."""
-    for node in (one for one in case.nodes if isinstance(one, (ast.Assign, ast.AugAssign))):
+    for node in (node for node in case.nodes if isinstance(node, (ast.Assign, ast.AugAssign))):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             match target:  # ``group["lr"] = ...``, ``opt.learning_rate = ...``
                 case ast.Subscript(slice=ast.Constant(value="lr")):
@@ -256,7 +256,7 @@ def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool]]:
                     yield node.lineno, _is_scaled(case, node.value)
     for call in (event.node for event in case.events):
         functions = [node for function in case.function_arguments(call) for node in ast.walk(function)]
-        given = [*call.args[1:], *(one.value for one in call.keywords if not _LENGTH.search(one.arg or ""))]
+        given = [*call.args[1:], *(keyword.value for keyword in call.keywords if not _LENGTH.search(keyword.arg or ""))]
         scales = case.has_size(*given, *functions)
         if case.role(call) == Role.WARMUP and case.name(call).startswith("horovod"):
             if scales or case.has_size(*call.args[:1]):  # else it reaches the optimizer's own rate
@@ -302,7 +302,7 @@ def _distribute(case: DataCase) -> Verdict:
         return _undecided(doubt)
     if not case.steps:
         return _undecided("nothing is trained in this text")
-    tapes = [one for one in case.steps if method(one.node) == "gradient"]
+    tapes = [event for event in case.steps if method(event.node) == "gradient"]
     makers = tapes or case.optimizers or [update.event for update in case.updates] or case.steps
     return _missing(case.lines(makers[:1]))
 
@@ -344,7 +344,7 @@ def _only_optimizers(case: DataCase, sent: list[Event]) -> list[Event]:
 
 def _loaded_on_root(case: DataCase, sent: list[Event]) -> list[Event]:
     """Loads of an optimizer's state on one rank, where no broadcast sends it to the others."""
-    if any(not case.name(one.node).endswith("broadcast_parameters") for one in sent):
+    if any(not case.name(event.node).endswith("broadcast_parameters") for event in sent):
         return []
     made = {load: case.calls(receiver(load.node)) for load in loads(case) if load.reached}
     of_optimizers = [load for load, calls in made.items() if calls and all(map(case.is_optimizer, calls))]
@@ -367,7 +367,7 @@ def _why_broadcast_is_unclear(case: DataCase) -> str:
 
 def sent_by_hand(case: DataCase) -> list[Event]:
     """The collectives that send a state, or what is loaded as one."""
-    loaded = case.calls(*(one for load in loads(case) for one in load.node.args))
+    loaded = case.calls(*(value for load in loads(case) for value in load.node.args))
     found = []
     for event in case.having(Role.COLLECTIVE):
         around = [one for loop in event.loops for one in over(loop)]
@@ -404,7 +404,7 @@ def _checkpoint(case: DataCase) -> Verdict:
         kept += [event for event in case.events if case.name(event.node) in _KERAS_WRITERS]
     kept += [event for event in case.having(Role.FIT) if argument(event.node, "checkpoint_dir") is not None]
     states: dict[str, list[Event]] = {state: [] for state in _STATES}
-    for event in once(one for one in case.events if _writes(case, one.node) and not case.is_locked(one)):
+    for event in once(event for event in case.events if _writes(case, event.node) and not case.is_locked(event)):
         states[_where_it_writes(case, event)].append(event)
     if everywhere := states["every rank"]:
         return _missing(case.lines(everywhere), "a checkpoint is written by every rank")
@@ -420,16 +420,18 @@ def _writes(case: DataCase, call: ast.Call) -> bool:
     name, called = case.name(call), method(call)
     if name in _SAVES:
         target = argument(call, "f", 1) or argument(call, "filepath", 1)
-        return not any(case.name(one).startswith(_OWN_FILES) for one in case.calls(target))
+        return not any(case.name(call).startswith(_OWN_FILES) for call in case.calls(target))
     if name in _KERAS_WRITERS:
         return not case.guards_fit
     if name or not called or case.role(call):
         return False
     made = [case.name(one) for one in case.calls(receiver(call))]
-    if called in ("save", "write") and any(re.search(r"\btrain\.(Checkpoint(Manager)?|Saver)$", one) for one in made):
+    if called in ("save", "write") and any(
+        re.search(r"\btrain\.(Checkpoint(Manager)?|Saver)$", maker) for maker in made
+    ):
         return True
     keras = called == "save_weights" or (called in ("save", "export") and case.holds_keras_model(receiver(call)))
-    return keras and not any(one.startswith("torch.") for one in made)
+    return keras and not any(maker.startswith("torch.") for maker in made)
 
 
 def _where_it_writes(case: DataCase, event: Event) -> str:
@@ -438,13 +440,13 @@ def _where_it_writes(case: DataCase, event: Event) -> str:
     given = [argument(call, name) for name in _PATHS]
     given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
     makers = [] if case.name(call) else [one for one in case.calls(receiver(call)) if ".train." in case.name(one)]
-    if case.has_rank(*given, *(one for made in makers for one in arguments(made))):  # a path of its own
+    if case.has_rank(*given, *(value for made in makers for value in arguments(made))):  # a path of its own
         return "some ranks"
     states = {case.where(one) for one in case.events if one.node is event.node}
     statement = case.statement(event.node)
     if case.name(event.node) in _KERAS_WRITERS and isinstance(statement, ast.Assign) and statement.value is event.node:
-        names = [one for one in case.nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
-        uses = [one for one in names if any(binding.node is statement for binding in case.reaching(one))]
+        names = [node for node in case.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        uses = [name for name in names if any(binding.node is statement for binding in case.reaching(name))]
         states = {state for name in uses for state in _where_it_is_used(case, name)} or {"unknown"}
     return next(state for state in _STATES if state in states)
 
@@ -452,7 +454,7 @@ def _where_it_writes(case: DataCase, event: Event) -> str:
 def _where_it_is_used(case: DataCase, name: ast.Name) -> set[str]:
     """Where a name is used: at the calls around it, or under the conditions around its statement."""
     around = list(case.ancestors(name))
-    if case.has_rank(*(one.test for one in around if isinstance(one, (ast.If, ast.IfExp)))):
+    if case.has_rank(*(node.test for node in around if isinstance(node, (ast.If, ast.IfExp)))):
         return {"some ranks"}
     return {case.where(event) for event in case.events if event.node in around} or {"every rank"}
 
@@ -474,7 +476,7 @@ def _shard(case: DataCase) -> Verdict:
     if unclear is not None:
         return _undecided(f"not sharded in this text, and {unclear.why}")
     anywhere = case.lines([*case.having(Role.SHARD), *case.named(*SAMPLERS)])
-    for node in (one for one in case.nodes if isinstance(one, ast.Subscript)):  # ``x[rank::size]``
+    for node in (node for node in case.nodes if isinstance(node, ast.Subscript)):  # ``x[rank::size]``
         kinds = case.kinds(node.slice)
         anywhere += [node.lineno] if Role.SIZE in kinds and kinds & {Role.RANK, Role.SPAWNED} else []
     return _done(anywhere) if anywhere else _undecided("where the training data come from the text does not show")
@@ -594,7 +596,7 @@ class JudgedCase(DataCase):
             calls = self.having(*step.done_by)
             found.append(_done(self.lines(calls)) if calls else step.judge(self))
         training = {event.order for event in self.steps}
-        if any(one.reached and (one.order in training or self.role(one.node)) for one in self.events):
+        if any(event.reached and (event.order in training or self.role(event.node)) for event in self.events):
             return found
         elsewhere = _undecided("this text only defines functions; what calls them may do it")
         return [elsewhere if verdict.status == MISSING else verdict for verdict in found]

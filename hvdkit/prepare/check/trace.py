@@ -130,7 +130,7 @@ class Tracer:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._follow(node.decorator_list, way)
             case ast.ClassDef():
-                self._follow([one for one in node.body if not isinstance(one, FUNCTIONS)], way)
+                self._follow([statement for statement in node.body if not isinstance(statement, FUNCTIONS)], way)
             case ast.BoolOp():
                 for value in node.values:
                     self._follow(value, way)
@@ -192,4 +192,8 @@ class Tracer:
             yield from self.flow.function_arguments(node)
         made = self.flow.class_of(node)
         if made is not None and self.flow.is_keras_callback(made):
-            yield from (one for one in made.body if isinstance(one, ast.FunctionDef) and one.name.startswith("on_"))
+            yield from (
+                statement
+                for statement in made.body
+                if isinstance(statement, ast.FunctionDef) and statement.name.startswith("on_")
+            )

@@ -92,7 +92,7 @@ class ScriptText:
         """Where an argument of a call is, with the parentheses around it."""
         start, end, _ = self.piece(node)
         beside: list[_Placed] = [whole.func, *whole.args, *whole.keywords]
-        before = max(x for one in beside if (x := self.piece(one).end) <= start)
+        before = max(end_of for part in beside if (end_of := self.piece(part).end) <= start)
         gap = re.sub(rb"#[^\r\n]*", lambda comment: b" " * len(comment.group()), self.data[before:start])
         opened = [before + one.start() for one in re.finditer(rb"\(", gap)]
         while opened and (closed := self.over(end, b")")) != end and closed < self.piece(whole).end:
@@ -128,7 +128,7 @@ class ScriptText:
     @cached_property
     def unit(self) -> str:
         """By what the script's first block is indented."""
-        for node in (one for one in ast.walk(self.tree) if isinstance(one, ast.stmt)):
+        for node in (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt)):
             first: ast.AST | None = next(iter(getattr(node, "body", None) or []), None)
             if isinstance(first, ast.stmt) and first.lineno > node.lineno and self.stands_alone(first):
                 line = self.data[self.starts[first.lineno - 1] :]
@@ -221,7 +221,9 @@ class Edits:
         def moved(start: int, end: int) -> str:
             """The text of an expression that stands elsewhere now, without what is asked of its old place."""
             inside = [one for one in order if start <= one.start < end and start < one.end <= end]
-            return rendered(Piece(start, end, 3), [one for one in inside if one[:2] != (start, end) or not one.level])
+            return rendered(
+                Piece(start, end, 3), [piece for piece in inside if piece[:2] != (start, end) or not piece.level]
+            )
 
         return rendered(Piece(0, len(text.data), 3), [*order]).encode(text.encoding)
 
@@ -239,14 +241,14 @@ class Edits:
         text = self.text
         given: list[_Placed] = [*call.args, *call.keywords]
         given.sort(key=lambda one: (one.lineno, one.col_offset))
-        pieces = [text.argument(call, one) for one in given]
+        pieces = [text.argument(call, value) for value in given]
         kept = [place for place, one in enumerate(given) if one not in gone]
         for stays, run in groupby(range(len(given)), lambda place: place in kept):
             if not stays:
                 places = [*run]
                 yield self._run(pieces, places[0], places[-1], bool(kept)), to("")
         for place, code in added:
-            before = [one for one in kept if place is None or one < place]
+            before = [index for index in kept if place is None or index < place]
             if not before:
                 end = text.piece(call).end - 1
                 yield Piece(end, end), _adding(code)
@@ -314,7 +316,7 @@ class Edits:
                 kept = _lines(lead)
                 while kept and kept[-1].strip():  # a comment on what is gone
                     kept.pop()
-                gone = all(set(asked.get(one, {})) == {"remove"} for one in beside)
+                gone = all(set(asked.get(statement, {})) == {"remove"} for statement in beside)
                 last = lines("pass") if gone and statement is beside[-1] else ""
                 return "".join([*kept, head, tail, last])
             if "unwrap" in how:

@@ -30,22 +30,22 @@ def port(plan: PortPlan) -> None:
                      "start it by hvdkit launch, and call what was spawned directly")  # fmt: skip
     _require_known(plan)
     start = plan.starting(_DIST)
-    asked = [one for one in case.nodes if isinstance(one, ast.Call) and plan.number(one, _DIST)]
+    asked = [node for node in case.nodes if isinstance(node, ast.Call) and plan.number(node, _DIST)]
     if any(case.function(one) is case.function(start) and one.lineno < start.lineno for one in asked):
         raise Unsure(start, "rank and size are asked for before the process group is made", "move it up")
-    wraps = [one for one in case.having(Role.DISTRIBUTE) if DDP.fullmatch(case.name(one.node))]
-    pins = [one for one in case.named("cuda.set_device") if one.reached]
+    wraps = [event for event in case.having(Role.DISTRIBUTE) if DDP.fullmatch(case.name(event.node))]
+    pins = [event for event in case.named("cuda.set_device") if event.reached]
     pin = "" if pins else f"\n{plan.hk}.pin_device({plan.world})"
     plan.edit("swap", start, f"{plan.world} = {plan.hk}.init(){pin}")
     plan.import_(f"import hvdkit.torch as {plan.hk}")
     models = _unwrap(plan, wraps)
-    made = [one for one in case.optimizers if one.reached]
+    made = [event for event in case.optimizers if event.reached]
     if not made:
         raise Unsure(wraps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
     plan.each(lambda plan, event: _optimizer(plan, event, models), made)
     plan.each(PortPlan.pin, pins)
-    plan.each(_message, [one for one in case.events if case.name(one.node).startswith(_DIST)])
-    plan.each(_sampler, [one for one in case.events if case.name(one.node) in SAMPLERS])
+    plan.each(_message, [event for event in case.events if case.name(event.node).startswith(_DIST)])
+    plan.each(_sampler, [event for event in case.events if case.name(event.node) in SAMPLERS])
     for event in case.methods("no_sync"):
         with plan.sure(event.node):
             plan.change(event.node, to(f"{plan.hk}.no_sync({plan.moved(receiver(event.node))})"))
@@ -78,7 +78,9 @@ def _unwrap(plan: PortPlan, wraps: list[Event]) -> dict[str, str]:
     for event in {one.node: one for one in wraps}.values():
         call = event.node
         home, model = plan.assigned(call), argument(call, "module", 0)
-        odd = has_stars(call) or len(call.args) > 1 or {one.arg for one in call.keywords} - {"module", *_LEFT_OUT}
+        odd = (
+            has_stars(call) or len(call.args) > 1 or {keyword.arg for keyword in call.keywords} - {"module", *_LEFT_OUT}
+        )
         if home is None or model is None or odd or plan.case.where(event) == "some ranks":
             raise Unsure(call, "the text does not show what DDP wraps, or how", f"{hk}.distribute(optimizer, model)")
         name, inner = plan.src(home.targets[0]), plan.src(model)
@@ -128,7 +130,7 @@ def _message(plan: PortPlan, event: Event) -> None:
     elif last == "barrier":
         plan.change(call, to(f"{plan.use_horovod()}.barrier()"))
     elif last in ("all_reduce", "broadcast"):
-        odd = [one.arg for one in call.keywords if one.arg not in ("op", "tensor", "src")]
+        odd = [keyword.arg for keyword in call.keywords if keyword.arg not in ("op", "tensor", "src")]
         if odd or not call.args or has_stars(call):
             raise Unsure(call, f"dist.{last} with {odd[0] if odd else 'no tensor'}", "see docs/migrate.md")
         hvd, given = plan.use_horovod(), plan.moved(call.args[0])

@@ -81,11 +81,11 @@ def _import(plan: PortPlan) -> None:
 
 def _words(plan: PortPlan, call: ast.Call, names: dict[str, str]) -> None:
     """Horovod's call becomes hvdkit's: words for constants, and these arguments under hvdkit's names."""
-    given = [one.value for one in call.keywords if one.arg in ("compression", "op")]
-    found = {node: word for one in given for node in plan.case.reach(one) if (word := _word(plan, node))}
+    given = [keyword.value for keyword in call.keywords if keyword.arg in ("compression", "op")]
+    found = {node: word for value in given for node in plan.case.reach(value) if (word := _word(plan, node))}
     for other in plan.case.nodes:
         if isinstance(other, ast.Call) and other is not call and plan.case.name(other).startswith("horovod."):
-            shared = [x for one in arguments(other) for x in plan.case.reach(one) if x in found]
+            shared = [x for value in arguments(other) for x in plan.case.reach(value) if x in found]
             if shared and plan.case.role(other) != Role.DISTRIBUTE:
                 raise Unsure(shared[0], f"`{ast.unparse(shared[0])}` goes to `{ast.unparse(other.func)}`, too",
                              "give each its own: hvdkit takes words, Horovod its constants")  # fmt: skip
@@ -110,7 +110,7 @@ def _word(plan: PortPlan, node: ast.AST) -> str:
 
 def _torch(plan: PortPlan) -> None:
     before = len(plan.left)
-    pins = [one for one in plan.case.named("cuda.set_device") if one.node.args]
+    pins = [event for event in plan.case.named("cuda.set_device") if event.node.args]
     plan.each(PortPlan.pin, [one for one in pins if plan.number(one.node.args[0], "horovod.") == "local_rank"])
     distributed = plan.of("horovod.torch.", Role.DISTRIBUTE)
     plan.each(_optimizer, distributed)
@@ -125,7 +125,7 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
     if has_stars(call) or len(call.args) > 2 or not plan.case.name(call).endswith(".DistributedOptimizer"):
         raise Unsure(call, "which arguments Horovod's optimizer gets the text does not show",
                      f"{plan.hk}.distribute(optimizer, model, compression=\"fp16\", op=\"average\")")  # fmt: skip
-    odd = [one.arg for one in call.keywords if one.arg not in _KNOWN]
+    odd = [keyword.arg for keyword in call.keywords if keyword.arg not in _KNOWN]
     optimizer, named = argument(call, "optimizer", 0), argument(call, "named_parameters", 1)
     models = plan.models_of(named) if named is not None else _stepped(plan, optimizer)
     if odd or len(models) != 1 or optimizer is None:
@@ -156,13 +156,15 @@ def _waits(plan: PortPlan, event: Event) -> None:
 def _stepped(plan: PortPlan, optimizer: ast.expr | None) -> set[str]:
     """The models whose parameters an optimizer was made with, as text."""
     calls = plan.case.calls(optimizer) if optimizer is not None else []
-    made = [one for one in calls if plan.case.is_torch_optimizer(one) and one.args]
-    return {text for one in made for text in plan.models_of(one.args[0])}
+    made = [call for call in calls if plan.case.is_torch_optimizer(call) and call.args]
+    return {text for call in made for text in plan.models_of(call.args[0])}
 
 
 def _broadcasts(plan: PortPlan) -> None:
     """Parameters and optimizer state, in one call where one follows the other."""
-    names = {one.node: plan.case.name(one.node).rpartition(".")[2] for one in plan.of("horovod.torch.", Role.BROADCAST)}
+    names = {
+        event.node: plan.case.name(event.node).rpartition(".")[2] for event in plan.of("horovod.torch.", Role.BROADCAST)
+    }
     done: list[ast.Call] = []
     for call, name in names.items():
         if name not in _SENT or call in done:
@@ -173,7 +175,7 @@ def _broadcasts(plan: PortPlan) -> None:
             below = beside[beside.index(statement) + 1 :][:1]
             sent = {name: call}
             if name == "broadcast_parameters":
-                following = [one for one in names if [plan.case.statement(one)] == below]
+                following = [later for later in names if [plan.case.statement(later)] == below]
                 sent |= {names[one]: one for one in following if names[one] == "broadcast_optimizer_state"}
             plan.edit("swap", statement, _broadcast(plan, sent))
             for other in list(sent.values())[1:]:
@@ -224,16 +226,18 @@ def _pin(plan: PortPlan) -> None:
     """A list of GPUs or a session's settings, and the statements that use them, become ``pin_device``."""
     case = plan.case
     made = case.named("tensorflow.ConfigProto")
-    for event in [one for one in case.named("set_visible_devices") if one.node.args and case.kinds(one.node.args[0])]:
-        lists = [one for one in case.calls(event.node.args[0]) if case.name(one).endswith("list_physical_devices")]
-        made += [one for one in case.events if one.node in lists]
+    for event in [
+        event for event in case.named("set_visible_devices") if event.node.args and case.kinds(event.node.args[0])
+    ]:
+        lists = [call for call in case.calls(event.node.args[0]) if case.name(call).endswith("list_physical_devices")]
+        made += [event for event in case.events if event.node in lists]
     for event in made[:1]:
         home = plan.statement(event.node)
         name = ast.unparse(home.targets[0]) if isinstance(home, ast.Assign) else ""
         beside = plan.text.block(home)
-        uses = [one for one in case.nodes if isinstance(one, ast.Name) and one.id == name]
+        uses = [node for node in case.nodes if isinstance(node, ast.Name) and node.id == name]
         parts = dict.fromkeys(next((x for x in (one, *case.ancestors(one)) if x in beside), None) for one in uses)
-        rest = [one for one in parts if one is not home]
+        rest = [part for part in parts if part is not home]
         if not name or not all(isinstance(one, ast.stmt) and _only_sets_up(plan, one, name) for one in rest):
             write = f"{plan.hk}.pin_device({plan.world}), right after init"
             raise Unsure(event.node, "what it makes is used for more than choosing a GPU", write)
@@ -246,10 +250,10 @@ def _only_sets_up(plan: PortPlan, statement: ast.stmt, name: str) -> bool:
     """Whether a statement only lets memory grow and chooses GPUs."""
     if isinstance(statement, ast.Assign):
         return ast.unparse(statement.targets[0]).startswith(f"{name}.gpu_options.")
-    names = [plan.case.name(one) for one in ast.walk(statement) if isinstance(one, ast.Call)]
-    known = all(one.endswith(_SETTINGS) or one.startswith("horovod.") for one in names)
+    names = [plan.case.name(node) for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    known = all(name.endswith(_SETTINGS) or name.startswith("horovod.") for name in names)
     plain = (ast.If, ast.For, ast.Expr)
-    return known and all(isinstance(one, plain) for one in ast.walk(statement) if isinstance(one, ast.stmt))
+    return known and all(isinstance(node, plain) for node in ast.walk(statement) if isinstance(node, ast.stmt))
 
 
 # Steps 4, 3 and 5 -----------------------------------------------------------------------------------------------------
@@ -293,7 +297,11 @@ def _callback(plan: PortPlan, event: Event) -> None:
 def _rate(plan: PortPlan, call: ast.Call) -> None:
     """A warmup or a schedule; hvdkit's have no initial rate, as they know the optimizer's."""
     name, places = _RATES[plan.case.name(call).rpartition(".")[2]]
-    odd = [one.arg for one in call.keywords if one.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}]
+    odd = [
+        keyword.arg
+        for keyword in call.keywords
+        if keyword.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}
+    ]
     if odd:
         raise Unsure(call, f"hvdkit's callback has no {odd[0]}=", "leave it out, or do it in a callback of your own")
     given = [plan.use_world(call)] if name == "Warmup" else []
@@ -310,8 +318,8 @@ def _rate(plan: PortPlan, call: ast.Call) -> None:
 
 def _broadcast_variables(plan: PortPlan) -> None:
     """Broadcasts after the first step of a ``tf.function`` go in front of the call that takes it."""
-    calls = [one.node for one in once(plan.of("horovod.", Role.BROADCAST))]
-    calls = [one for one in calls if plan.case.name(one).endswith("broadcast_variables")]
+    calls = [event.node for event in once(plan.of("horovod.", Role.BROADCAST))]
+    calls = [call for call in calls if plan.case.name(call).endswith("broadcast_variables")]
     if not calls:
         return
     write = f"before the first step, once the model has its variables: {plan.hk}.broadcast_state(model, optimizer)"
@@ -321,14 +329,14 @@ def _broadcast_variables(plan: PortPlan) -> None:
         holder = given.func if isinstance(given, ast.Call) else given
         if not isinstance(holder, ast.Attribute) or holder.attr not in ("variables", "weights"):
             raise Unsure(call, "the text does not show whose variables these are", write)
-        if any(plan.case.is_keras_optimizer(one) for one in plan.case.calls(holder.value)):
+        if any(plan.case.is_keras_optimizer(call) for call in plan.case.calls(holder.value)):
             optimizer = plan.src(holder.value)
         else:
             model = plan.src(holder.value)
-    statements = [plan.alone(one) for one in calls]
+    statements = [plan.alone(call) for call in calls]
     beside = plan.text.block(statements[0])
     around = plan.case.parents[statements[0]]
-    if not model or not all(one in beside for one in statements):
+    if not model or not all(statement in beside for statement in statements):
         raise Unsure(statements[0], "the text does not show whose variables these are", write)
     sent = f"{plan.hk}.broadcast_state({', '.join(one for one in (model, optimizer) if one)})"
     function = plan.case.function(statements[0])
@@ -362,7 +370,7 @@ def _before_first_step(
         statement = plan.statement(call)
         names = {word.split(".")[0] for word in sent[:-1].split("(")[1].split(", ")}
         here, there = plan.case.scope(call), plan.case.scope(around)
-        if any(plan.case.lookup(one, here) is not plan.case.lookup(one, there) for one in names):
+        if any(plan.case.lookup(name, here) is not plan.case.lookup(name, there) for name in names):
             raise Unsure(call, "the model or the optimizer is not known where the step is called", write)
         lines = [f"{build}  # makes its variables"] if (build := _built(plan, function, call, model)) else []
         code = "\n".join([*lines, sent])
@@ -376,11 +384,11 @@ def _before_first_step(
 
 def _built(plan: PortPlan, function: FunctionNode, call: ast.Call, model: str) -> str:
     """A call of the model with what the step gives it, "" where that is not known outside of the step."""
-    inside = [one for one in ast.walk(function) if isinstance(one, ast.Call) and ast.unparse(one.func) == model]
+    inside = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func) == model]
     if not inside or not inside[0].args or not isinstance(inside[0].args[0], ast.Name):
         return ""
     first = inside[0].args[0]
-    parameter = next((one for one in function.args.args if one.arg == first.id), None)
+    parameter = next((parameter for parameter in function.args.args if parameter.arg == first.id), None)
     if parameter is not None:
         given = given_for(function, parameter, call)
         return f"{model}({plan.src(given[0])})" if len(given) == 1 else ""

@@ -57,7 +57,7 @@ def port(plan: PortPlan) -> None:
     else:
         _tensorflow(plan)
         keras_2.port(plan)
-    plan.each(_download, [*find.downloads(case), *(one for one in case.events if _fetches(plan, one))])
+    plan.each(_download, [*find.downloads(case), *(event for event in case.events if _fetches(plan, event))])
     on_root.port(plan)
 
 
@@ -68,7 +68,7 @@ def _start(plan: PortPlan, first: Event) -> None:
     main = functions[0] if len(functions) == 1 and _holds_all(plan, first.stack[0]) else None
     plan.import_(f"import hvdkit.{plan.binding} as {plan.hk}")
     if isinstance(main, ast.FunctionDef):
-        start = plan.statement(next(one for one in main.body if not is_text(one)))
+        start = plan.statement(next(statement for statement in main.body if not is_text(statement)))
     else:
         body, last = plan.text.tree.body, plan.last_import()
         below = body if last is None else body[body.index(last) + 1 :]
@@ -83,7 +83,7 @@ def _start(plan: PortPlan, first: Event) -> None:
 def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
     """Whether all that trains, loads data, writes or prints happens in one call that the module makes: ``main()``."""
     case = plan.case
-    loaders = [one for one in case.events if case.name(one.node) in LOADERS]
+    loaders = [event for event in case.events if case.name(event.node) in LOADERS]
     used = [*case.steps, *case.optimizers, *loaders, *on_root.events(plan), *_drawn_data(plan)]
     inside = all(call in one.stack or not one.reached for one in used)
     return inside and case.function(call) is None
@@ -95,20 +95,21 @@ def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
 def _drawn_data(plan: PortPlan) -> list[Event]:
     """Random numbers that are drawn before the training, as data are: from the generators that a seed sets."""
     case = plan.case
-    first = next((one.order for one in case.steps if one.reached), 0)
+    first = next((event.order for event in case.steps if event.reached), 0)
     families = "|".join(draws for draws, _ in _FAMILIES.values())
-    found = [one for one in case.events if one.reached and one.order < first
-             and re.fullmatch(families, case.name(one.node)) and argument(one.node, "generator") is None]  # fmt: skip
+    drawn = [event for event in case.events if re.fullmatch(families, case.name(event.node))]
+    found = [event for event in drawn if event.reached and event.order < first]
+    found = [event for event in found if argument(event.node, "generator") is None]
     return [one for one in found if not any(map(case.function_arguments, one.stack))]  # not what ``map`` is given
 
 
 def _seed_data(plan: PortPlan, start: ast.stmt) -> list[str]:
     """The lines that seed, above a statement, what nobody has seeded: every rank would have data of its own."""
     case = plan.case
-    imports = [one for one in case.nodes if isinstance(one, (ast.Import, ast.ImportFrom))]
+    imports = [node for node in case.nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
     above = [one for module in imports if module.lineno < start.lineno for one in module.names]
     known = {(one.asname or one.name).split(".")[0] for one in above}
-    seeds = [one for one in case.events if case.name(one.node) in (*_SEEDS.values(), _ALL)]
+    seeds = [event for event in case.events if case.name(event.node) in (*_SEEDS.values(), _ALL)]
     lines: dict[str, str] = {}
     for event in _drawn_data(plan):
         family = next(one for one, (draws, _) in _FAMILIES.items() if re.fullmatch(draws, case.name(event.node)))
@@ -133,12 +134,12 @@ def _seed_data(plan: PortPlan, start: ast.stmt) -> list[str]:
 
 def _torch(plan: PortPlan) -> None:
     case = plan.case
-    made = [one for one in case.optimizers if one.reached]
+    made = [event for event in case.optimizers if event.reached]
     plan.each(_optimizer, made)
     if not case.optimizers:
         raise Unsure(case.steps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
     loaders = {call for loop in case.training_loops for call in case.sources(loop) if case.name(call) in LOADERS}
-    plan.each(_loader, [one for one in case.events if one.node in loaders])
+    plan.each(_loader, [event for event in case.events if event.node in loaders])
     if not loaders:
         write = f"{plan.hk}.shard(dataset, {plan.world}, batch_size), or draw them by a seed of each rank"
         plan.leave(case.steps[0].node, "the training data come from no DataLoader that the text shows", write)
@@ -187,7 +188,7 @@ def _whole(plan: PortPlan, text: str) -> str:
 def _is_module(plan: PortPlan, call: ast.Call) -> bool:
     """Whether a call makes a module that may hold others."""
     own = plan.case.class_of(call)
-    bases = [ast.unparse(one) for one in own.bases] if own is not None else []
+    bases = [ast.unparse(base) for base in own.bases] if own is not None else []
     return any(one.endswith("Module") for one in bases) or plan.case.name(call) == "torch.nn.Sequential"
 
 
@@ -238,32 +239,39 @@ def _loader(plan: PortPlan, event: Event) -> None:
     """``DataLoader(...)`` of a loop that trains becomes ``shard(...)``."""
     case, call, hk = plan.case, event.node, plan.hk
     write = f"{hk}.shard(dataset, {plan.world}, batch_size, shuffle=True)"
-    names = {one.arg for one in call.keywords}
+    names = {keyword.arg for keyword in call.keywords}
     given = argument(call, "dataset", 0)
     if event.loops:
         raise Unsure(call, "the loader is made anew in a loop, so that each pass would have the same order", write)
-    if given is None or not call.args or len(call.args) > 3 or any(isinstance(one, ast.Starred) for one in call.args):
+    if (
+        given is None
+        or not call.args
+        or len(call.args) > 3
+        or any(isinstance(value, ast.Starred) for value in call.args)
+    ):
         raise Unsure(call, "which data it loads the text does not show", write)
     if any(call in case.sources(loop) for loop in case.evaluation_loops):
         raise Unsure(call, "the same loader trains and evaluates", f"{write} for training, a DataLoader for the rest")
     sampler = argument(call, "sampler")
     ordered = sampler is not None and not is_constant(sampler, None)
-    known = sampler is None or all(case.name(one) in _SAMPLERS for one in case.calls(sampler))
+    known = sampler is None or all(case.name(call) in _SAMPLERS for call in case.calls(sampler))
     if argument(call, "batch_sampler") is not None or (ordered and not known):
         raise Unsure(call, "its sampler is not one that hk.shard is known to divide", f"{write}, or sampler=")
-    own = [klass for one in case.calls(given) if (klass := case.class_of(one)) is not None]
+    own = [klass for call in case.calls(given) if (klass := case.class_of(call)) is not None]
     if any("Iterable" in ast.unparse(base) for klass in own for base in klass.bases):
         raise Unsure(call, "an IterableDataset must yield each rank's own samples", "yield every size-th of them")
     draws = ("random_split", "randperm", "permutation")
-    drawn = [one for one in case.calls(given, through=True) if case.name(one).endswith(draws)]
+    drawn = [call for call in case.calls(given, through=True) if case.name(call).endswith(draws)]
     seeded = {one.node for one in _drawn_data(plan)}  # at the script's start, if not by itself
     if not seeded.issuperset(drawn) and not case.fixed_seed([given]):
         raise Unsure(call, "the data are split at random, on each rank in another way", "torch.manual_seed(0) before")
-    stars = [one for one in call.keywords if one.arg is None]
+    stars = [keyword for keyword in call.keywords if keyword.arg is None]
     plan.change(call.func, to(f"{hk}.shard"))
     if len(call.args) == 3:
         plan.rename(call.args[2], "shuffle")
-    drops = [one for one in call.keywords if one.arg == "drop_last" or (one.arg == "sampler" and not ordered)]
+    drops = [
+        keyword for keyword in call.keywords if keyword.arg == "drop_last" or (keyword.arg == "sampler" and not ordered)
+    ]
     plan.drop(call, drops)
     plan.add(call, plan.use_world(call), place=1)
     shuffles = len(call.args) == 3 or "shuffle" in names
@@ -282,7 +290,7 @@ def _whole_lengths(plan: PortPlan, call: ast.Call) -> None:
     for node in plan.case.nodes:
         match node:
             case ast.BinOp(op=ast.Div(), right=right) | ast.AugAssign(op=ast.Div(), value=right):
-                sets = [one for one in ast.walk(right) if isinstance(one, ast.Attribute) and one.attr == "dataset"]
+                sets = [node for node in ast.walk(right) if isinstance(node, ast.Attribute) and node.attr == "dataset"]
                 if any(call in plan.case.calls(one.value) for one in sets):
                     plan.leave(node, f"`{ast.unparse(right)}` counts all samples, and each rank sums over its part",
                         f"{plan.hk}.average_metrics({{'loss': (total, count)}}, {plan.world})")  # fmt: skip
@@ -305,8 +313,12 @@ def _download(plan: PortPlan, event: Event) -> None:
         home = home if how == "before" else plan.alone(call)
         plan.edit(how, home, f"if {world}.local_rank == 0:\n    {plan.src(call)}\n{wait}")
         return
-    kept = [plan.src(one) for one in call.args]
-    kept += [f"{one.arg}={plan.src(one.value)}" for one in call.keywords if one.arg and "transform" not in one.arg]
+    kept = [plan.src(value) for value in call.args]
+    kept += [
+        f"{keyword.arg}={plan.src(keyword.value)}"
+        for keyword in call.keywords
+        if keyword.arg and "transform" not in keyword.arg
+    ]
     if has_stars(call):
         raise Unsure(call, "every rank downloads", "download where the local rank is 0, and let the others wait")
     fetch = f"{plan.src(call.func)}({', '.join(kept)})"
@@ -320,12 +332,12 @@ def _download(plan: PortPlan, event: Event) -> None:
 def _tensorflow(plan: PortPlan) -> None:
     """Steps 3, 4, 5 and 7, of ``fit`` or of a tape."""
     case = plan.case
-    made = [one for one in case.optimizers if one.reached]
+    made = [event for event in case.optimizers if event.reached]
     inner = {call for one in made for given in arguments(one.node) for call in case.calls(given)}
-    plan.each(_keras_optimizer, [one for one in made if one.node not in inner])
+    plan.each(_keras_optimizer, [event for event in made if event.node not in inner])
     if plan.binding == "keras":
         plan.each(_compile, case.methods("compile"))
-        fits = [one for one in case.fits if one.reached]
+        fits = [event for event in case.fits if event.reached]
         plan.each(_fit, fits)
         return
     with plan.sure(case.steps[0].node):
@@ -352,7 +364,7 @@ def _keras_optimizer(plan: PortPlan, event: Event) -> None:
         write = f"{plan.hk}.distribute({last}({scale.format('rate')}))"
         raise Unsure(call, "the text does not show its learning rate", write)
     made = plan.case.calls(rate) if rate is not None else []
-    schedules = [one for one in made if plan.case.name(one).startswith("keras.") or plan.case.class_of(one)]
+    schedules = [call for call in made if plan.case.name(call).startswith("keras.") or plan.case.class_of(call)]
     if schedules and rate is not None:
         plan.leave(rate, "its learning rate is a schedule, which counts the steps of one process",
             f"scale its rates, {scale.format('rate')}, and divide its steps by {plan.world}.size")  # fmt: skip
@@ -386,13 +398,13 @@ def _tapes(plan: PortPlan) -> None:
     for update in case.updates:
         if update.gradients is None:
             raise Unsure(update.event.node, "the text does not show which gradients are applied", write)
-        found = [one for one in case.calls(update.gradients, through=True) if method(one) == "gradient"]
+        found = [call for call in case.calls(update.gradients, through=True) if method(call) == "gradient"]
         outer = [one for one in found if not any(one in case.calls(arg, through=True) for other in found
                                                  if other is not one for arg in other.args)]  # fmt: skip
         tapes = {tape for one in outer for tape in case.made_by((_TAPE,), receiver(one))}
         trained = [one.args[1] for one in outer if len(one.args) > 1 and isinstance(one.args[1], ast.Attribute)]
         models = {ast.unparse(one.value) for one in trained if "trainable" in one.attr}
-        makers = [one for one in case.optimizers if one.node in case.calls(update.optimizer)]
+        makers = [event for event in case.optimizers if event.node in case.calls(update.optimizer)]
         if len(tapes) != 1 or len(models) != 1 or len(makers) != 1:
             raise Unsure(update.event.node, "the text does not show one tape, one model and one optimizer", write)
         model, optimizer = models.pop(), plan.src(update.optimizer)
@@ -432,9 +444,9 @@ def _fit(plan: PortPlan, event: Event) -> None:
     if event.loops:
         raise Unsure(call, "fit runs in a loop, where hk.shard would begin anew each time", write)
     sources = case.calls(x, through=True)
-    others = [one for one in sources if not case.name(one).startswith(_ARRAYS)]  # calls that may make no array
+    others = [call for call in sources if not case.name(call).startswith(_ARRAYS)]  # calls that may make no array
     strange = any(case.name(one) or case.class_of(one) or case.is_opaque(one) for one in others)
-    if y is None and any(case.name(one).startswith("tensorflow.data.") for one in sources):
+    if y is None and any(case.name(call).startswith("tensorflow.data.") for call in sources):
         _data_set(plan, x)
         steps = argument(call, "steps_per_epoch")
         if steps is not None and not is_constant(steps, None):
@@ -455,7 +467,7 @@ def _fit(plan: PortPlan, event: Event) -> None:
     elif isinstance(callbacks, ast.List):
         plan.change(callbacks, with_first(f"{hk}.BroadcastState()" + "," * bool(callbacks.elts)))
     else:
-        maybe = any(is_constant(one, None) for one in case.reach(callbacks))
+        maybe = any(is_constant(node, None) for node in case.reach(callbacks))
         given = "(__ or [])" if maybe and not isinstance(callbacks, ast.BoolOp) else starred(callbacks)
         plan.change(callbacks, around(f"[{hk}.BroadcastState(), *{given}]"))
 
@@ -477,8 +489,8 @@ def _arrays(plan: PortPlan, call: ast.Call, x: ast.expr, y: ast.expr | None, wri
             raise Unsure(call, "validation_split of what has no name", "split the arrays, and give validation_data=")
         held = plan.free("n_train", "n_fit", "hvdkit_n_train")
         plan.edit("before", statement, f"{held} = int(len({parts[0]}) * (1.0 - {plan.src(split)}))")
-        last = f"({', '.join(f'{one}[{held}:]' for one in parts)})"
-        parts = [f"{one}[:{held}]" for one in parts]
+        last = f"({', '.join(f'{part}[{held}:]' for part in parts)})"
+        parts = [f"{part}[:{held}]" for part in parts]
     data = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
     options = f", shuffle={plan.src(order)}" if order is not None and not is_constant(order, True) else ""
     size = plan.src(batch) if batch is not None else "32"
@@ -501,12 +513,12 @@ def _data_set(plan: PortPlan, node: ast.expr) -> None:
     shard = f"shard({world}.size, {world}.rank)"
     write = f"dataset.{shard}, in front of shuffle and batch, of as many samples on every rank"
     sources = case.tf_sources(node)
-    chain = {method(one) for one in case.calls(node, through=True) if not case.name(one)}
+    chain = {method(call) for call in case.calls(node, through=True) if not case.name(call)}
     partial = chain & {"take", "skip", "shard", "window", "interleave"}
-    if [case.name(one) for one in sources] != [_SLICES] or partial:
+    if [case.name(call) for call in sources] != [_SLICES] or partial:
         raise Unsure(node, "the text does not show a pipeline that begins with arrays and trains on all of them", write)
     source = sources[0]
-    evaluated = [argument(one.node, "validation_data", 7) for one in case.fits]
+    evaluated = [argument(event.node, "validation_data", 7) for event in case.fits]
     evaluated += [argument(one.node, "x", 0) for one in [*case.evaluations, *case.methods("predict")]]
     looped = [call for loop in case.evaluation_loops for call in case.sources(loop)]
     if source in [*looped, *case.calls(*evaluated, through=True)]:

@@ -19,7 +19,7 @@ def port(plan: PortPlan) -> None:
     if case.asks_for_keras_2:
         return
     plan.each(_compile, case.methods("compile"))
-    plan.each(_rate, (one for one in case.events if case.is_keras_optimizer(one.node)))
+    plan.each(_rate, (event for event in case.events if case.is_keras_optimizer(event.node)))
     plan.each(_generator, case.methods("fit_generator", "evaluate_generator", "predict_generator"))
     plan.each(_file_of, case.named("keras.callbacks.ModelCheckpoint"))
 
@@ -27,7 +27,7 @@ def port(plan: PortPlan) -> None:
 def _compile(plan: PortPlan, event: Event) -> None:
     call = event.node
     if not has_stars(call):
-        plan.drop(call, [one for one in call.keywords if one.arg == "experimental_run_tf_function"])
+        plan.drop(call, [keyword for keyword in call.keywords if keyword.arg == "experimental_run_tf_function"])
 
 
 def _rate(plan: PortPlan, event: Event) -> None:
@@ -39,7 +39,7 @@ def _rate(plan: PortPlan, event: Event) -> None:
 def _generator(plan: PortPlan, event: Event) -> None:
     """``fit_generator(flow, steps_per_epoch=...)`` is ``fit``."""
     call = event.node
-    odd = [one.arg for one in call.keywords if one.arg in _NOT_IN_3]
+    odd = [keyword.arg for keyword in call.keywords if keyword.arg in _NOT_IN_3]
     if len(call.args) > 1 or odd or has_stars(call) or not isinstance(call.func, ast.Attribute):
         raise Unsure(call, f"`{method(call)}` has arguments that Keras 3's method has not",
                      f"call {method(call).removesuffix('_generator')} with x= and keywords")  # fmt: skip

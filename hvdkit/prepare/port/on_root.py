@@ -34,7 +34,7 @@ _STATES = ("eval", "train", "requires_grad_", "load_state_dict", "zero_grad", "s
 
 def events(plan: PortPlan) -> list[Event]:
     """What writes or prints on every rank."""
-    found = [one for one in plan.case.events if plan.case.where(one) != "some ranks"]
+    found = [event for event in plan.case.events if plan.case.where(event) != "some ranks"]
     return [one for one in found if _saves(plan, one.node) or (one.reached and _writes(plan, one.node))]
 
 
@@ -98,8 +98,8 @@ def _statements(plan: PortPlan, node: ast.expr, blamed: ast.Call, depth: int = 0
             return [statement]
         case ast.Assign(targets=[ast.Name() | ast.Attribute() as made], value=ast.Call() as value) if depth < 3:
             text = ast.unparse(made)
-            nodes = [one for one in case.nodes if isinstance(one, (ast.Name, ast.Attribute))]
-            named = [one for one in nodes if isinstance(one.ctx, ast.Load) and ast.unparse(one) == text]
+            nodes = [node for node in case.nodes if isinstance(node, (ast.Name, ast.Attribute))]
+            named = [node for node in nodes if isinstance(node.ctx, ast.Load) and ast.unparse(node) == text]
             uses = [one for one in named if value in case.calls(one)]
             return [statement, *(x for one in uses for x in _statements(plan, one, blamed, depth + 1))]
     raise Unsure(node, f"`{name}` runs on every rank, as part of a larger statement", write)
@@ -118,12 +118,12 @@ def _does_more(plan: PortPlan, statement: ast.stmt, blamed: ast.Call) -> str:
                 state = f"calls `{ast.unparse(event.node.func)}`, which every rank has to do"
     if state:
         return state
-    if any(isinstance(one, (ast.Break, ast.Continue, ast.Return, ast.Raise, ast.Yield)) for one in inside):
+    if any(isinstance(node, (ast.Break, ast.Continue, ast.Return, ast.Raise, ast.Yield)) for node in inside):
         return "may leave its loop or function"
     whole = not isinstance(statement, (ast.Expr, ast.Assign))  # whose names a with or an if makes, too
-    named = [one for one in inside if whole or isinstance(case.parents[one], ast.NamedExpr)]
+    named = [node for node in inside if whole or isinstance(case.parents[node], ast.NamedExpr)]
     made = {one.id for one in named if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-    after = [one for one in case.nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+    after = [node for node in case.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     used = [one.id for one in after if one.id in made and one not in inside and one.lineno > statement.lineno]
     return f"makes `{used[0]}`, which is used after it" if used else ""
 
@@ -137,11 +137,11 @@ def _require_file(plan: PortPlan, event: Event) -> None:
     if not case.name(call) and method(call) in _ALSO_OTHERS and not to_file:
         raise Unsure(call, f"the text does not show what `{ast.unparse(call.func)}` does",
                      f"if {plan.world}.is_root: around it, where all it does is write a file")  # fmt: skip
-    paths = {ast.unparse(one) for one in arguments(call) if _may_be_path(one)}
+    paths = {ast.unparse(value) for value in arguments(call) if _may_be_path(value)}
     for other in case.events:
         if other.order <= event.order or _saves(plan, other.node) or _writes(plan, other.node):
             continue
-        if paths & {ast.unparse(one) for one in arguments(other.node)}:
+        if paths & {ast.unparse(value) for value in arguments(other.node)}:
             why = f"every rank writes it, and line {other.node.lineno} may read it"
             raise Unsure(call, why, f"if {plan.world}.is_root: around it, and a barrier before it is read")
 

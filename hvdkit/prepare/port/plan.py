@@ -67,16 +67,18 @@ class PortPlan:
         self.binding = ""
         self.start: ast.stmt | None = None
         self._needs: set[FunctionNode | None] = set()
-        self._taken = {one.id for one in self.case.nodes if isinstance(one, ast.Name)}
-        self._taken |= {one.arg for one in self.case.nodes if isinstance(one, ast.arg)}
-        self._taken |= {(one.asname or one.name).split(".")[0] for one in self.case.nodes if isinstance(one, ast.alias)}
+        self._taken = {node.id for node in self.case.nodes if isinstance(node, ast.Name)}
+        self._taken |= {node.arg for node in self.case.nodes if isinstance(node, ast.arg)}
+        self._taken |= {
+            (node.asname or node.name).split(".")[0] for node in self.case.nodes if isinstance(node, ast.alias)
+        }
         self.world = self.free("world", "topology", "hvdkit_world")
         self.hk = self.free("hk", "hvdkit_", "hk_")
         self._horovod = ""
 
     def free(self, *names: str) -> str:
         """The first of these names that the script does not use."""
-        found = next((one for one in names if one not in self._taken), f"{names[0]}_of_hvdkit")
+        found = next((name for name in names if name not in self._taken), f"{names[0]}_of_hvdkit")
         self._taken.add(found)
         return found
 
@@ -160,7 +162,7 @@ class PortPlan:
         """The statement that starts the library, once and always, and will bind ``world``; ``Unsure`` without one."""
         events = self.of(prefix, Role.INIT)
         write = f"{self.world} = {self.hk}.init(), once, on every way: one process is a job of one"
-        if len({one.node for one in events}) != 1:
+        if len({event.node for event in events}) != 1:
             blamed = events[-1].node if events else 1
             raise Unsure(blamed, "the library is started in several places, or nowhere", write)
         statement = self.alone(events[0].node)
@@ -179,14 +181,14 @@ class PortPlan:
 
     def called(self, module: str) -> str:
         """How the script names a module, "" where it does not."""
-        nodes = (one for one in self.case.nodes if isinstance(one, (ast.Name, ast.Attribute)))
-        return next((ast.unparse(one) for one in nodes if self.case.dotted(one) == module), "")
+        nodes = (node for node in self.case.nodes if isinstance(node, (ast.Name, ast.Attribute)))
+        return next((ast.unparse(node) for node in nodes if self.case.dotted(node) == module), "")
 
     def use_horovod(self) -> str:
         """The name of Horovod's own module, which will be imported."""
         if not self._horovod:
             module = f"horovod.{'torch' if self.binding == 'torch' else 'tensorflow'}"
-            imports = [alias for one in self.case.nodes if isinstance(one, ast.Import) for alias in one.names]
+            imports = [alias for node in self.case.nodes if isinstance(node, ast.Import) for alias in node.names]
             known = [alias.asname or "" for alias in imports if alias.name == module]
             self._horovod = known[0] if known else self.free("hvd", "horovod_", "hvd_")
             if not known:
@@ -237,7 +239,7 @@ class PortPlan:
     def import_(self, code: str) -> None:
         """Import something, below the script's first imports."""
         last, body = self.last_import(), self.text.tree.body
-        first = next((one for one in body if not is_text(one)), body[0])
+        first = next((statement for statement in body if not is_text(statement)), body[0])
         self.edit("after" if last else "before", last or first, code)
 
     def last_import(self) -> ast.stmt | None:
@@ -295,15 +297,15 @@ class PortPlan:
 
     def makers(self, text: str) -> list[ast.Call]:
         """The calls that make what goes by this name or attribute anywhere, each once."""
-        nodes = [one for one in self.case.nodes if isinstance(one, (ast.Name, ast.Attribute))]
-        return list(dict.fromkeys(x for one in nodes if ast.unparse(one) == text for x in self.case.calls(one)))
+        nodes = [node for node in self.case.nodes if isinstance(node, (ast.Name, ast.Attribute))]
+        return list(dict.fromkeys(x for node in nodes if ast.unparse(node) == text for x in self.case.calls(node)))
 
     def models_of(self, node: ast.expr) -> set[str]:
         """The models whose ``parameters()`` a value holds, as text."""
         named = ("parameters", "named_parameters")
-        calls = [one for one in self.case.calls(node, through=True) if method(one) in named]
+        calls = [call for call in self.case.calls(node, through=True) if method(call) in named]
         calls += [one for one in ast.walk(node) if isinstance(one, ast.Call) and method(one) == "parameters"]
-        return {ast.unparse(one.func.value) for one in calls if isinstance(one.func, ast.Attribute)}
+        return {ast.unparse(call.func.value) for call in calls if isinstance(call.func, ast.Attribute)}
 
 
 def _copies_of(statement: ast.stmt, model: str) -> list[ast.expr]:

@@ -86,7 +86,7 @@ def port(text: ScriptText) -> Ported:
     library = plan.case.library
     left = _moved(plan.left, text, after)
     found = check_script(Script(text.path, after.tree))
-    left += [Left(one.line, one.what, one.fix) for one in found.findings]
+    left += [Left(finding.line, finding.what, finding.fix) for finding in found.findings]
     written = library == "none" and after is not text and not left
     doubts = {number: found.verdicts[number - 1] for number in _UNNOTICED}
     doubts = {number: verdict for number, verdict in doubts.items() if verdict.status == UNDECIDED}
@@ -96,7 +96,7 @@ def port(text: ScriptText) -> Ported:
             left.append(Left(1, why, _BY_HAND[number][plan.binding]))
         else:
             plan.notes.append(f"step {number} is not certain: {verdict.note}")
-    kept = {(one.line, one.why): one for one in left}
+    kept = {(finding.line, finding.why): finding for finding in left}
     return Ported(text, after.content, library, plan.binding, tuple(sorted(kept.values(), key=lambda one: one.line)),
                   tuple(plan.notes), sure=not doubts)  # fmt: skip
 
@@ -126,7 +126,7 @@ def _tidy(before: ScriptText, after: ScriptText) -> ScriptText:
     """A ported script without the imports of Horovod and DDP that its changes, and not its owner, have left unused."""
     gone = _used(before.tree) - _used(after.tree)
     edits = Edits(after)
-    for statement in (one for one in ast.walk(after.tree) if isinstance(one, (ast.Import, ast.ImportFrom))):
+    for statement in (node for node in ast.walk(after.tree) if isinstance(node, (ast.Import, ast.ImportFrom))):
         base = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
         names = {one.asname or one.name for one in statement.names}
         left_behind = all(_LEFT_BEHIND.match(base + one.name) for one in statement.names)
@@ -136,7 +136,7 @@ def _tidy(before: ScriptText, after: ScriptText) -> ScriptText:
 
 
 def _used(tree: ast.Module) -> set[str]:
-    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _moved(left: list[Left], before: ScriptText, after: ScriptText) -> list[Left]:
@@ -148,4 +148,4 @@ def _moved(left: list[Left], before: ScriptText, after: ScriptText) -> list[Left
     for _, i1, i2, j1, j2 in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         for at in range(i1, max(i2, i1 + 1)):
             lines.setdefault(at, min(j1 + at - i1, max(j2 - 1, j1)))
-    return [Left(lines.get(one.line - 1, one.line - 1) + 1, one.why, one.write) for one in left]
+    return [Left(lines.get(finding.line - 1, finding.line - 1) + 1, finding.why, finding.write) for finding in left]

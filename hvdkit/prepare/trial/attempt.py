@@ -128,9 +128,9 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
         whole, again: two runs in one process, whose epoch is that of the script.
     """
     ranks = runs.run("the ported script on 2 ranks", "ours-2", 2, dropout=False)
-    apart = next((at for at, pair in enumerate(zip(*(one.steps for one in ranks), strict=False), 1)
+    apart = next((at for at, pair in enumerate(zip(*(recording.steps for recording in ranks), strict=False), 1)
                   if len({(step["start"], step["digest"]) for step in pair}) > 1), None)  # fmt: skip
-    counts = [len(one.steps) for one in ranks]
+    counts = [len(recording.steps) for recording in ranks]
     if apart is not None or counts[0] != counts[1] or not counts[0]:
         what = f"take {counts[0]} and {counts[1]} steps" if apart is None else f"hold different weights in step {apart}"
         found.verdict = f"Differs: on 2 ranks the ranks {what}."
@@ -187,8 +187,8 @@ def _covered(whole: TrialRecording, again: TrialRecording, ranks: Sequence[Trial
         return "", "", "no loader that is known (DataLoader, tf.data, fit) gave the batches"
     said: list[str] = []
     for at, epoch in enumerate(whole.epochs):
-        runs = [epoch, again.epochs[at], *(one.epochs[at] for one in ranks)]
-        why = next((one["why"] for one in runs if one["why"]), "")
+        runs = [epoch, again.epochs[at], *(recording.epochs[at] for recording in ranks)]
+        why = next((run["why"] for run in runs if run["why"]), "")
         if why:
             return "", "", why
         rows, trained = epoch["rows"], sum(one["rows"] for one in runs[2:])
@@ -201,7 +201,7 @@ def _covered(whole: TrialRecording, again: TrialRecording, ranks: Sequence[Trial
         if not fixed:
             return "", f"an epoch of {trained} samples, of the script's {rows}", "each run alters them at random"
         own = Counter(_rows(whole, fixed))
-        more = sum((Counter(_rows(one, fixed)) for one in ranks), Counter[bytes]()) - own
+        more = sum((Counter(_rows(recording, fixed)) for recording in ranks), Counter[bytes]()) - own
         twice = sum(count for row, count in more.items() if row in own)
         if twice > slack:
             return (
@@ -219,7 +219,7 @@ def _covered(whole: TrialRecording, again: TrialRecording, ranks: Sequence[Trial
 def _fixed_columns(whole: TrialRecording, again: TrialRecording, epoch: int, slack: int) -> list[str]:
     """The arrays of an epoch's batches whose samples two runs have in common."""
     names = [one for one in whole.arrays if one.startswith(f"e{epoch}c") and one in again.arrays]
-    counts = {one: [Counter(run.arrays[one].tolist()) for run in (whole, again)] for one in names}
+    counts = {name: [Counter(run.arrays[name].tolist()) for run in (whole, again)] for name in names}
     return [one for one, (once, anew) in counts.items() if (anew - once).total() <= slack]
 
 

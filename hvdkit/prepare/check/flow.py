@@ -427,11 +427,8 @@ class Flow:
                 return [value for binding in self.reaching(node) for value in self._bound(binding)]
             case ast.Attribute():
                 bindings = self.attributes.get(node.attr, [])
-                own = [
-                    binding.node
-                    for binding in bindings
-                    if isinstance(binding.node, FUNCTIONS) and _is_property(binding.node)
-                ]
+                bound = [binding.node for binding in bindings]
+                own = [function for function in bound if isinstance(function, FUNCTIONS) and _is_property(function)]
                 values = [value for binding in bindings for value in self._bound(binding)]
                 return values + [value for function in own for value in self._returned[function]]
             case ast.arg():

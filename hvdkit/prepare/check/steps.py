@@ -105,8 +105,7 @@ def _init(case: DataCase) -> Verdict:
         return _done(case.lines(reached))
     if events:
         return _undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
-    doubts = [*case.others, *case.strangers()]
-    if doubts:
+    if doubts := [*case.others, *case.strangers()]:
         return _may_do_it(doubts[0])
     uses = case.having(*NUMBERS, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE)
     return _missing(case.lines(uses)[:1]) if uses else _undecided("the library is imported and nothing of it is used")
@@ -121,12 +120,13 @@ def _pin(case: DataCase) -> Verdict:
     if lines:
         return _done(lines)
     visible = [event.node.args[0] for event in case.named("set_visible_devices") if event.node.args]
-    hidden = any(is_constant(one, "") or is_constant(one, "-1") for one in _environment(case, "CUDA_VISIBLE_DEVICES"))
-    if hidden or any(isinstance(one, ast.List) and not one.elts for one in visible):
+    chosen = list(_environment(case, "CUDA_VISIBLE_DEVICES"))
+    hidden = any(is_constant(value, "") or is_constant(value, "-1") for value in chosen)
+    if hidden or any(isinstance(value, ast.List) and not value.elts for value in visible):
         return _not_needed("GPUs are hidden from this script")
     moved = [event for event in case.methods("cuda") if not case.name(event.node)]
     named = [node.lineno for node in case.nodes if isinstance(node, ast.Constant) and _names_gpu(case, node)]
-    used = sorted([*(one.node.lineno for one in [*moved, *case.named(*_CHOOSES)]), *named])
+    used = sorted([*case.lines([*moved, *case.named(*_CHOOSES)]), *named])
     opaque = [event.node for event in case.events if case.is_opaque(event.node) and not makes_object(event.node)]
     setup = next((ast.unparse(call.func) for call in opaque), None)
     if used:
@@ -241,7 +241,7 @@ def _unclear_rate(case: DataCase, call: ast.Call, rates: list[ast.expr]) -> str:
     if any(case.name(call).startswith("keras.") or case.class_of(call) for call in case.calls(*rates)):
         return "the learning rate is a schedule of its own"
     parameters = [node for node in case.reach(*rates, through=True) if isinstance(node, ast.arg)]
-    known = all(case.arguments_for(one) for one in parameters)
+    known = all(map(case.arguments_for, parameters))
     return "" if known else "the learning rate comes from a caller that is not in this text"
 
 
@@ -439,10 +439,10 @@ def _where_it_writes(case: DataCase, event: Event) -> str:
     call = event.node
     given = [argument(call, name) for name in _PATHS]
     given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
-    makers = [] if case.name(call) else [one for one in case.calls(receiver(call)) if ".train." in case.name(one)]
+    makers = [] if case.name(call) else [maker for maker in case.calls(receiver(call)) if ".train." in case.name(maker)]
     if case.has_rank(*given, *(value for made in makers for value in arguments(made))):  # a path of its own
         return "some ranks"
-    states = {case.where(one) for one in case.events if one.node is event.node}
+    states = {case.where(way) for way in case.events if way.node is event.node}
     statement = case.statement(event.node)
     if case.name(event.node) in _KERAS_WRITERS and isinstance(statement, ast.Assign) and statement.value is event.node:
         names = [node for node in case.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
@@ -545,9 +545,9 @@ def _undivided_loop(case: DataCase, loop: ast.AST) -> list[int]:
         takes = [call for call in takes if _is_counted(case, call.args[0]) and not case.shard_lines(call.args[0])]
     elif kind != WHOLE or "shuffle" not in methods:
         return []
-    takes = [one for one in takes if not is_constant(one.args[0], 1)]  # a first step, for what is made by it
-    seen = [one for one in takes if not case.hidden(one.args[0], through=True)]
-    return [one.lineno for one in seen if not case.has_size(one.args[0], through=True)]
+    takes = [call for call in takes if not is_constant(call.args[0], 1)]  # a first step, for what is made by it
+    seen = [call for call in takes if not case.hidden(call.args[0], through=True)]
+    return [call.lineno for call in seen if not case.has_size(call.args[0], through=True)]
 
 
 # The table ------------------------------------------------------------------------------------------------------------

@@ -23,11 +23,7 @@ from hvdkit.prepare.install.cache import MANIFEST, Cache
 from hvdkit.prepare.install.facts import HOROVOD_VERSION, TITLES, BuildFacts, Options
 from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.plan import BuildPlan, make_plan, plan_of_ready
-from hvdkit.prepare.install.requirements import (
-    GPU_OPERATIONS,
-    check_options,
-    parse_frameworks,
-)
+from hvdkit.prepare.install.requirements import GPU_OPERATIONS, check_options, parse_frameworks
 from hvdkit.prepare.install.runner import InstallProgress
 
 DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from hvdkit.errors import InstallError, InvalidArgumentError
-from hvdkit.prepare.install.facts import (
-    PYTHON_VERSIONS,
-    TITLES,
-    BuildFacts,
-    CompilerFacts,
-    FrameworkFacts,
-    Options,
-)
+from hvdkit.prepare.install.facts import PYTHON_VERSIONS, TITLES, BuildFacts, CompilerFacts, FrameworkFacts, Options
 
 GPU_OPERATIONS = ("none", "nccl", "mpi")
 BUILD_BYTES = 1 << 30

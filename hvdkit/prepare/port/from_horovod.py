@@ -263,13 +263,13 @@ def _distribute(plan: PortPlan, event: Event) -> None:
     """``hvd.DistributedOptimizer`` and ``hvd.DistributedGradientTape``."""
     call = event.node
     gone = []
-    for one in call.keywords:
-        passes = one.arg == "backward_passes_per_step" and is_constant(one.value, 1)
-        if one.arg in _DROPPED or passes:
-            gone.append(one)
-        elif one.arg not in ("compression", "op", "gradient_predivide_factor", "sparse_as_dense", "process_set",
+    for keyword in call.keywords:
+        passes = keyword.arg == "backward_passes_per_step" and is_constant(keyword.value, 1)
+        if keyword.arg in _DROPPED or passes:
+            gone.append(keyword)
+        elif keyword.arg not in ("compression", "op", "gradient_predivide_factor", "sparse_as_dense", "process_set",
                              "optimizer", "gradtape"):  # fmt: skip
-            raise Unsure(call, f"hvdkit has no {one.arg}= here", "accumulate with the optimizer's own "
+            raise Unsure(call, f"hvdkit has no {keyword.arg}= here", "accumulate with the optimizer's own "
                          f"gradient_accumulation_steps=, and call {plan.hk}.distribute")  # fmt: skip
     known = plan.case.name(call).endswith((".DistributedOptimizer", ".DistributedGradientTape"))
     if has_stars(call) or len(call.args) > 1 or not known:

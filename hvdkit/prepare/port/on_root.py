@@ -47,9 +47,9 @@ def port(plan: PortPlan) -> None:
                 _require_file(plan, event)
                 statements = set(_statements(plan, event.node, event.node))
                 guarded |= statements
-                for one in statements:
-                    if not guarded & set(plan.case.ancestors(one)):
-                        plan.edit("guard", one, f"{plan.use_world(one)}.is_root")
+                for statement in statements:
+                    if not guarded & set(plan.case.ancestors(statement)):
+                        plan.edit("guard", statement, f"{plan.use_world(statement)}.is_root")
     for node in plan.case.nodes:
         named = (plan.case.dotted(node) or "") if isinstance(node, ast.Attribute) else ""
         if re.match(_TRACKERS, named) and not guarded & set(plan.case.ancestors(node)):

@@ -166,10 +166,10 @@ class PortPlan:
             blamed = events[-1].node if events else 1
             raise Unsure(blamed, "the library is started in several places, or nowhere", write)
         statement = self.alone(events[0].node)
-        for one in self.case.ancestors(statement):
-            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        for node in self.case.ancestors(statement):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
                 break
-            if not (isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)):
+            if not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
                 raise Unsure(statement, "the library is started on a condition", write)
         self.start = statement
         return statement
@@ -245,12 +245,12 @@ class PortPlan:
     def last_import(self) -> ast.stmt | None:
         """The last of the imports with which the script begins."""
         last = None
-        for one in self.text.tree.body:
-            inside = ast.walk(one) if isinstance(one, (ast.Try, ast.If)) else [one]
+        for statement in self.text.tree.body:
+            inside = ast.walk(statement) if isinstance(statement, (ast.Try, ast.If)) else [statement]
             if any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in inside):
-                last = one
-            constant = isinstance(getattr(one, "value", None), ast.Constant)  # a text, or a name for one
-            if one is not last and not constant and not re.search(r"^__\w+__ =|environ", ast.unparse(one)):
+                last = statement
+            constant = isinstance(getattr(statement, "value", None), ast.Constant)  # a text, or a name for one
+            if statement is not last and not constant and not re.search(r"^__\w+__ =|environ", ast.unparse(statement)):
                 break
         return last
 

@@ -61,8 +61,8 @@ class Ported:
         changed = self.after != self.before.content
         to = f" to hvdkit.{self.binding}" if changed else ", nothing changed"
         lines = [f"{self.before.path}: from {_NAMES[self.library]}{to}"]
-        for one in self.left:
-            lines += ["", f"line {one.line}: {one.why}.", _filled(f"write: {one.write}")]
+        for finding in self.left:
+            lines += ["", f"line {finding.line}: {finding.why}.", _filled(f"write: {finding.write}")]
         if self.notes:
             lines += ["", *(_filled(f"note: {one}.") for one in self.notes)]
         if self.left:

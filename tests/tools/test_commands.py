@@ -21,8 +21,6 @@ LIMITS = [
     ["launch", "-n", "2", *JOB, "--stall-timeout"],
 ]
 QUANTITIES = [
-    ["emulate", "-n", "2", "--sizes", "4", "--cycle-time-ms"],
-    ["emulate", "-n", "2", "--sizes", "4", "--fusion-threshold-mb"],
     ["launch", "-n", "2", *JOB, "--cycle-time-ms"],
     ["launch", "-n", "2", *JOB, "--fusion-threshold-mb"],
 ]

@@ -89,24 +89,23 @@ def key(prefix: Path, *more: str) -> tuple[str, int]:
     Raises:
         OSError: something cannot be read.
     """
+
+    def fail(error: OSError) -> None:
+        raise error
+
     digest, total = hashlib.sha256(repr(more).encode()), 0
-    pending = [""]
-    while pending:
-        inside = pending.pop()
-        with os.scandir(prefix / inside) as items:
-            for item in sorted(items, key=lambda item: item.name):
-                status = item.stat(follow_symlinks=False)
-                if item.name in ("__pycache__", _MARK):
-                    continue
-                if stat.S_ISDIR(status.st_mode):
-                    pending.append(f"{inside}{item.name}/")
-                what: tuple[object, ...] = (inside, item.name, status.st_mode)
-                if stat.S_ISREG(status.st_mode):
-                    what += (status.st_size, int(status.st_mtime))
-                    total += status.st_size
-                elif stat.S_ISLNK(status.st_mode):
-                    what += (str(Path(item.path).readlink()),)
-                digest.update(repr(what).encode())
+    for directory, names, files in os.walk(prefix, onerror=fail):
+        names[:] = sorted(name for name in names if name != "__pycache__")
+        for name in sorted({*names, *files} - {_MARK}):
+            path = Path(directory) / name
+            status = path.lstat()
+            what: tuple[object, ...] = (str(path.relative_to(prefix)), status.st_mode)
+            if stat.S_ISREG(status.st_mode):
+                what += (status.st_size, int(status.st_mtime))
+                total += status.st_size
+            elif stat.S_ISLNK(status.st_mode):
+                what += (str(path.readlink()),)
+            digest.update(repr(what).encode())
     return digest.hexdigest()[:16], total
 
 

@@ -188,16 +188,29 @@ def test_a_text_over_lines_stays_under_a_guard_and_the_last_line_may_have_no_end
     assert made == "import hvdkit.torch as hk\nworld = hk.init()"
 
 
-def test_seeds_make_the_data_the_same() -> None:
+def test_seeds_make_the_data_the_same_and_each_ranks_numbers_its_own() -> None:
     split = "data, _ = torch.utils.data.random_split(data, [6, 2])\nmodel = "
-    found = ported(HEAD + LOOP.replace("model = ", split))
-    assert b"hk.pin_device(world)\ntorch.manual_seed(0)\n" in found.after
-    assert "hk.seed_everything(seed, world)" in found.notes[0]
-    found = ported(HEAD + LOOP.replace("model = ", "torch.manual_seed(3)\nmodel = "))
-    assert found.after.count(b"manual_seed") == 1 and len(found.notes) == 1
+    made = after(HEAD + LOOP.replace("model = ", split))
+    order = [
+        "hk.pin_device(world)\ntorch.manual_seed(0)\n",
+        "random_split",
+        "hk.seed_everything(0, world)\nhk.broadcast",
+    ]
+    assert sorted(order, key=made.index) == order
+    made = after(HEAD + LOOP.replace("model = ", "torch.manual_seed(3)\nmodel = "))
+    assert "hk.seed_everything(3, world)\nhk.broadcast_state(model, optimizer)\n" in made
+    given = LOOP.replace("model = ", "torch.manual_seed(args.seed)\nmodel = ")
+    assert "hk.seed_everything(args.seed, world)\nhk.broadcast" in after(HEAD + "args = parse()\n" + given)
+    assert "same numbers from this seed" in one_reason(
+        HEAD + "args = parse()\nif args.seed:\n    torch.manual_seed(args.seed)\n" + LOOP
+    )
     assert "seed" not in after(HEAD + LOOP)
     noise = TWO_FITS.replace("(x, y))", "(x + tf.random.normal([2]), y))")
     assert "seed" not in after(noise)  # which each rank is to draw by itself
+    dropout = TWO_FITS.replace("[keras.Input", "[keras.layers.Dropout(0.5), keras.Input")
+    assert ported(dropout).left == ()
+    seeded = dropout.replace("data = ", "keras.utils.set_random_seed(1)\ndata = ", 1)
+    assert "same numbers from this seed" in one_reason(seeded)
 
 
 @pytest.mark.parametrize(

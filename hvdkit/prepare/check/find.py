@@ -422,17 +422,19 @@ class Removed:
         fix: what to write.
         words: the arguments that are removed; () where the function is.
         imported: how a name begins that the script has to import.
+        in_keras_2: it is removed for scripts that ask for Keras 2, too.
     """
 
     called: str
     fix: str
     words: tuple[str, ...] = ()
     imported: str = ""
+    in_keras_2: bool = False
 
     def find(self, case: Case) -> Iterator[Event | ast.keyword]:
         """Where a script uses it, unless it asks for Keras 2 or for a version."""
         other = self.imported and not any(name.startswith(self.imported) for name in case.imported)
-        if other or case.asks_for_keras_2:
+        if other or (case.asks_for_keras_2 and not self.in_keras_2):
             return
         for event in case.events:
             if re.search(self.called, case.name(event.node) or ast.unparse(event.node.func)):
@@ -456,6 +458,15 @@ REMOVED = (
         ("period", "load_weights_on_restart"),
     ),
     Removed(
+        r"^keras\.callbacks\.TensorBoard$",
+        "leave it out: Keras 3's TensorBoard does not write that",
+        ("batch_size", "write_grads", "embeddings_layer_names", "embeddings_data"),
+    ),
+    Removed(
+        r"^keras\.(utils\.(np_utils|multi_gpu_model)|wrappers\.scikit_learn|layers\.CuDNN|backend\.tensorflow_backend)",
+        "see keras.io/guides/migrating_to_keras_3 for what replaces it",
+    ),
+    Removed(
         r"\.(fit|evaluate|predict)(_generator)?$",
         "leave it out; a keras.utils.PyDataset takes workers= itself, and nb_epoch= is epochs=",
         ("workers", "use_multiprocessing", "max_queue_size", "nb_epoch"),
@@ -464,6 +475,7 @@ REMOVED = (
         r"^(tensorflow\.(ConfigProto|Session)|keras\.backend\.set_session)$",
         "TensorFlow 2 has no sessions: hk.pin_device(world), or "
         "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
+        in_keras_2=True,
     ),
     Removed(r"\.(fit|evaluate|predict)_generator$", "call fit, evaluate or predict, which take such data, too"),
     Removed(

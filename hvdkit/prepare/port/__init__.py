@@ -11,6 +11,7 @@
     from_ddp.py       from DistributedDataParallel
     from_single.py    from one process: PyTorch, Keras' fit and TensorFlow's tape
     on_root.py        what writes and prints: on the root alone
+    seeds.py          random numbers: the same data on all ranks, each rank's own in training
     keras_2.py        spellings that Keras 3 does not know
     run.py            a script in, the ported one without unused imports, and what is left, out
     cli.py            the command ``hvdkit port``

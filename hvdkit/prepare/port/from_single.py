@@ -9,7 +9,7 @@ from hvdkit.prepare.check import find
 from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port import keras_2, on_root
+from hvdkit.prepare.port import keras_2, on_root, seeds
 from hvdkit.prepare.port.edits import around, starred, to, with_first
 from hvdkit.prepare.port.plan import PortPlan, Unsure, is_text
 
@@ -27,18 +27,6 @@ _TAPE = "tensorflow.GradientTape"
 _SLICES = "tensorflow.data.Dataset.from_tensor_slices"
 _ARRAYS = ("numpy.", "keras.datasets.", "keras.utils.to_categorical", "keras.utils.pad_sequences", "tensorflow.cast",
            "sklearn.", "builtins.", "pandas.", "keras.preprocessing.sequence.")  # fmt: skip
-
-
-_FAMILIES = {
-    "torch": (r"torch\.(rand\w*|normal|bernoulli|multinomial|utils\.data\.random_split)", "manual_seed(0)"),
-    "numpy.random": (r"numpy\.random\.(?!seed|default_rng|RandomState|Generator|get_state|set_state)\w+", "seed(0)"),
-    "random": (r"random\.(?!seed|Random|getstate|setstate)\w+", "seed(0)"),
-    "tensorflow": (r"tensorflow\.random\.(?!set_seed|Generator|stateless)\w+", "random.set_seed(0)"),
-}
-"""By module what draws from its one generator, and what seeds that."""
-_SEEDS = {"torch": "torch.manual_seed", "numpy.random": "numpy.random.seed", "random": "random.seed",
-          "tensorflow": "tensorflow.random.set_seed"}  # fmt: skip
-_ALL = "keras.utils.set_random_seed"
 
 
 def port(plan: PortPlan) -> None:
@@ -77,56 +65,16 @@ def _start(plan: PortPlan, first: Event) -> None:
             raise Unsure(first.node, "the text does not show where the script begins", "call hk.init() first")
         start, code = begins[0], f"\n{code}"
     plan.start = start
-    plan.edits.edit("before", start, "\n".join([code, *_seed_data(plan, start)]))
+    plan.edits.edit("before", start, "\n".join([code, *seeds.same_data(plan, start)]))
 
 
 def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
     """Whether all that trains, loads data, writes or prints happens in one call that the module makes: ``main()``."""
     case = plan.case
     loaders = [event for event in case.events if case.name(event.node) in LOADERS]
-    used = [*case.steps, *case.optimizers, *loaders, *on_root.events(plan), *_drawn_data(plan)]
+    used = [*case.steps, *case.optimizers, *loaders, *on_root.events(plan), *seeds.drawn_data(plan)]
     inside = all(call in one.stack or not one.reached for one in used)
     return inside and case.function(call) is None
-
-
-# Random numbers: the same on every rank where they make the data ------------------------------------------------------
-
-
-def _drawn_data(plan: PortPlan) -> list[Event]:
-    """Random numbers that are drawn before the training, as data are: from the generators that a seed sets."""
-    case = plan.case
-    first = next((event.order for event in case.steps if event.reached), 0)
-    families = "|".join(draws for draws, _ in _FAMILIES.values())
-    drawn = [event for event in case.events if re.fullmatch(families, case.name(event.node))]
-    found = [event for event in drawn if event.reached and event.order < first]
-    found = [event for event in found if argument(event.node, "generator") is None]
-    return [one for one in found if not any(map(case.function_arguments, one.stack))]  # not what ``map`` is given
-
-
-def _seed_data(plan: PortPlan, start: ast.stmt) -> list[str]:
-    """The lines that seed, above a statement, what nobody has seeded: every rank would have data of its own."""
-    case = plan.case
-    imports = [node for node in case.nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-    above = [one for module in imports if module.lineno < start.lineno for one in module.names]
-    known = {(one.asname or one.name).split(".")[0] for one in above}
-    seeds = [event for event in case.events if case.name(event.node) in (*_SEEDS.values(), _ALL)]
-    lines: dict[str, str] = {}
-    for event in _drawn_data(plan):
-        family = next(one for one, (draws, _) in _FAMILIES.items() if re.fullmatch(draws, case.name(event.node)))
-        seeded = any(case.name(one.node) in (_SEEDS[family], _ALL) and one.order < event.order for one in seeds)
-        if seeded or family in lines:
-            continue
-        module = plan.called(family)
-        lines[family] = f"{module}.{_FAMILIES[family][1]}" if module.split(".")[0] in known else ""
-        if not lines[family]:
-            write = f"{_SEEDS[family]}(0) before it"
-            plan.leave(event.node, "without a seed every rank draws numbers of its own here", write)
-    if any(one.reached for one in seeds) or any(lines.values()):
-        plan.notes.append(
-            "every rank draws the same numbers in augmentation, dropout and noise, too: "
-            f"{plan.hk}.seed_everything(seed, {plan.world}), once the data are there, gives each its own"
-        )
-    return [line for line in lines.values() if line]
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------
@@ -135,6 +83,11 @@ def _seed_data(plan: PortPlan, start: ast.stmt) -> list[str]:
 def _torch(plan: PortPlan) -> None:
     case = plan.case
     made = [event for event in case.optimizers if event.reached]
+    for event in made[:1]:
+        with plan.sure(event.node):
+            home = plan.assigned(event.node)
+            if home is not None:
+                seeds.of_each_rank(plan, plan.first_step(home, event) or home)
     plan.each(_optimizer, made)
     if not case.optimizers:
         raise Unsure(case.steps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
@@ -262,7 +215,7 @@ def _loader(plan: PortPlan, event: Event) -> None:
         raise Unsure(call, "an IterableDataset must yield each rank's own samples", "yield every size-th of them")
     draws = ("random_split", "randperm", "permutation")
     drawn = [call for call in case.calls(given, through=True) if case.name(call).endswith(draws)]
-    seeded = {one.node for one in _drawn_data(plan)}  # at the script's start, if not by itself
+    seeded = {one.node for one in seeds.drawn_data(plan)}  # at the script's start, if not by itself
     if not seeded.issuperset(drawn) and not case.fixed_seed([given]):
         raise Unsure(call, "the data are split at random, on each rank in another way", "torch.manual_seed(0) before")
     stars = [keyword for keyword in call.keywords if keyword.arg is None]
@@ -338,6 +291,9 @@ def _tensorflow(plan: PortPlan) -> None:
     if plan.binding == "keras":
         plan.each(_compile, case.methods("compile"))
         fits = [event for event in case.fits if event.reached]
+        for fit in fits[:1]:
+            with plan.sure(fit.node):
+                seeds.of_each_rank(plan, plan.statement(fit.node))
         plan.each(_fit, fits)
         return
     with plan.sure(case.steps[0].node):
@@ -412,6 +368,7 @@ def _tapes(plan: PortPlan) -> None:
         if first is None or not _is_built(plan, model):
             raise Unsure(update.event.node, "the text does not show where the model has its variables", write)
         plan.change(tapes.pop(), around(f"{hk}.distribute(__)"))
+        seeds.of_each_rank(plan, first)
         plan.edit("before", first, f"{hk}.broadcast_state({model}, {optimizer})")
 
 

@@ -3,6 +3,7 @@ from tensorflow.keras import layers, models
 
 import horovod.tensorflow.keras as hvd
 from keras.preprocessing.image import ImageDataGenerator
+from keras.utils import np_utils
 
 hvd.init()
 config = tf.ConfigProto()  # finds: removed
@@ -27,6 +28,8 @@ callbacks = [
 if hvd.rank() == 0:
     callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5", period=5))  # finds: removed
     callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))
+    callbacks.append(tf.keras.callbacks.TensorBoard("logs", write_grads=True))  # finds: removed
+labels = np_utils.to_categorical(labels)  # finds: removed
 turned = ImageDataGenerator(rotation_range=8)  # finds: removed
 model.fit_generator(  # finds: removed
     turned.flow(images, labels, batch_size=128),

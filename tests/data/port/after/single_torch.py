@@ -60,6 +60,7 @@ def main():
     hk.sync_batch_norm(model)
     optimizer = hk.distribute(optimizer, model)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+    hk.seed_everything(1, world)
     hk.broadcast_state(model, optimizer)
     for epoch in range(2):
         train(args, model, device, train_loader, optimizer)

@@ -95,15 +95,12 @@ class ScalingResults(Document, frozen=True):
         """By number of ranks: seconds of a step (weak scaling), or of all the work (strong scaling)."""
         found: dict[int, list[float]] = {}
         for job in self.counted():
-            seconds = self._seconds(job)
+            seconds = job.closing_s
+            if self.measure == STEPS and job.steps is not None:
+                seconds = job.steps.step_s * (1 if self.asked.mode == "weak" else job.steps.count)
             if seconds is not None and measurable(seconds):
                 found.setdefault(job.ranks, []).append(seconds)
         return dict(sorted(found.items()))
-
-    def _seconds(self, job: MeasuredJob) -> float | None:
-        if self.measure != STEPS or job.steps is None:
-            return job.closing_s
-        return job.steps.step_s if self.asked.mode == "weak" else job.steps.step_s * job.steps.count
 
 
 def load(path: Path) -> ScalingResults:

@@ -128,15 +128,23 @@ def row(training: PlannedTraining, ranks: int) -> PlanRow:
         raise InvalidArgumentError(
             f"--lr {training.base_lr:g} scaled to {ranks} ranks is no number any more; give a smaller rate."
         )
-    policies = tuple(_policy(training, world, remainder) for remainder in REMAINDERS)
+    global_batch = training.batch_size * ranks
+    policies = []
+    for remainder in REMAINDERS:
+        if remainder == "drop" and training.samples < global_batch:
+            policies.append(Policy(remainder, None, training.samples))
+            continue
+        count = steps_per_epoch(training.samples, training.batch_size, world, remainder)
+        beyond = count * global_batch - training.samples
+        policies.append(Policy(remainder, count, max(0, -beyond), max(0, beyond) if remainder == "pad" else 0))
     steps = next(policy.steps for policy in policies if policy.remainder == training.remainder)
     raised = scale_factor(ranks, training.rule) > 1
     warmup = warmup_steps(training.warmup_epochs, steps) if steps and raised else 0
     raised_epochs = min(training.epochs, math.ceil(training.warmup_epochs)) if warmup else 0
     return PlanRow(
         ranks=ranks,
-        global_batch=training.batch_size * ranks,
-        policies=policies,
+        global_batch=global_batch,
+        policies=tuple(policies),
         steps_per_epoch=steps,
         steps=steps * training.epochs if steps else None,
         lr=lr,
@@ -144,15 +152,6 @@ def row(training: PlannedTraining, ranks: int) -> PlanRow:
         warmup_lr=tuple(_rate(training, ranks, epoch * (steps or 0), warmup) for epoch in range(1, raised_epochs + 1)),
         checkpoints=-(-training.epochs // training.checkpoint_epochs) if steps else 0,
     )
-
-
-def _policy(training: PlannedTraining, world: Topology, remainder: str) -> Policy:
-    global_batch = training.batch_size * world.size
-    if remainder == "drop" and training.samples < global_batch:
-        return Policy(remainder, None, training.samples)
-    steps = steps_per_epoch(training.samples, training.batch_size, world, remainder)
-    beyond = steps * global_batch - training.samples
-    return Policy(remainder, steps, max(0, -beyond), max(0, beyond) if remainder == "pad" else 0)
 
 
 def _rate(training: PlannedTraining, ranks: int, step: int, warmup: int) -> float:

@@ -376,11 +376,15 @@ class _Rank:
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     def _ask_to_end(self) -> None:
-        """Send SIGTERM, to each process once: a program that saves would begin again."""
+        """Send SIGTERM, to each process once: a program that saves would begin again.
+
+        Parents come first: a shell would otherwise go on with its next command.
+        """
         handling, others = first_that_handle(signal.SIGTERM)
-        for pid in {*handling, *others} - self._asked_to_end:
-            _send_signal(pid, signal.SIGTERM)
-            self._asked_to_end.add(pid)
+        for pid in (*others, *handling):
+            if pid not in self._asked_to_end:
+                _send_signal(pid, signal.SIGTERM)
+                self._asked_to_end.add(pid)
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to who handles it; whoever does not would die of it: a shell, or a rank that only starts."""

@@ -77,7 +77,6 @@ def ask(
     stdin: str = "",
     environ: Mapping[str, str] | None = None,
     seconds: float = PATIENCE_SECONDS,
-    errors: IO[bytes] | int = subprocess.STDOUT,
 ) -> Answer:
     """Run a program to its end and return what it said; one that cannot be run is an answer too.
 
@@ -86,14 +85,13 @@ def ask(
         stdin: what it reads.
         environ: its environment; default: that of this process.
         seconds: that it may take.
-        errors: a file for its standard error; default: it is part of the answer.
     """
     try:
         process = subprocess.Popen(
             list(argv),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=subprocess.STDOUT,
             env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
             start_new_session=True,  # so that what it starts ends with it
         )

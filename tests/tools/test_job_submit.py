@@ -128,3 +128,24 @@ def test_ctrl_c_leaves_the_job(programs, capsys, monkeypatch):
     monkeypatch.setattr(submit.time, "sleep", stop)
     code, _, err = run(capsys, "lsf")
     assert code == 130 and "Job 42 goes on; to end it: bkill 42" in err
+
+
+def test_ctrl_c_while_it_is_submitted_tells_the_number(programs, capsys, monkeypatch, tmp_path):
+    programs("bsub", "Job <42> is submitted.\n", extra="touch asked; while [ ! -e go ]; do sleep 0.01; done")
+    communicate, calls = submit.subprocess.Popen.communicate, []
+
+    def interrupted(self, *words, **more):
+        calls.append(words)
+        if len(calls) == 1:
+            self.stdin.close()
+            while not (tmp_path / "asked").exists():
+                pass
+            raise KeyboardInterrupt
+        (tmp_path / "go").touch()
+        self.stdin = None
+        return communicate(self, *words, **more)
+
+    monkeypatch.setattr(submit.subprocess.Popen, "communicate", interrupted)
+    code, _, err = run(capsys, "lsf")
+    assert code == 130 and "Job 42 goes on; to end it: bkill 42" in err
+    assert not (tmp_path / "bjobs.asked").exists()

@@ -77,8 +77,8 @@ def test_bad_scripts_are_named(script, tmp_path):
     ("line", "said"),
     [
         ("sleep 60", "did not end within 1 s and was ended"),
-        ("exec yes a:1", "printed more than a megabyte and was ended"),
-        ("cat; echo down >&2; exit 4", "cannot be run: down"),
+        ("exec yes a:1", r"printed more than 1\.05 MB and was ended"),
+        ("cat; echo down >&2; exit 4", "cannot be run: status 4: down"),
     ],
 )
 def test_a_script_that_does_not_answer_is_ended_and_named(tmp_path, monkeypatch, line, said):
@@ -92,6 +92,11 @@ def test_a_script_that_does_not_answer_is_ended_and_named(tmp_path, monkeypatch,
     with pytest.raises(ProcessLookupError):
         while True:  # killed, but perhaps not yet gone
             os.killpg(group, 0)
+
+
+def test_what_a_script_leaves_behind_is_ended_and_its_answer_counts(script):
+    found = horovodrun.discovered(script("a:1'; sleep 600 & echo 'b:2"), os.environ)
+    assert found == (Host("a", 1), Host("b", 2))
 
 
 def test_elastic_jobs_refuse_what_horovodrun_does_itself(script):

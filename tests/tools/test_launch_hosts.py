@@ -115,6 +115,10 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
             {"launcher": "mpiexec", "ppn": 4, "bind": "numa", **TWO_HOSTS},
             "/site/bin/mpiexec -n 8 --ppn 4 --cpu-bind numa --hosts h1,h2 python train.py",
         ),
+        (
+            {"launcher": "mpiexec", "ppn": 4, "depth": 16, "bind": "numa"},
+            "/site/bin/mpiexec -n 8 --ppn 4 --depth=16 --cpu-bind numa python train.py",
+        ),
         ({"launcher": "aprun", "bind": "core"}, "/site/bin/aprun -n 8 --cc cpu python train.py"),
         (
             {"launcher": "aprun", "hosts": (Host("nid00012", 4), Host("13", 4)), "hosts_chosen": True},

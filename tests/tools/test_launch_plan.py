@@ -159,9 +159,10 @@ def test_an_mpi_that_is_gone_is_named():
         (
             replace(REQUEST, launcher="horovodrun", bind="core"),
             FACTS,
-            "--bind core: horovodrun cannot tie ranks so",
+            "--bind core: horovodrun cannot tie ranks to cores",
         ),
-        (replace(REQUEST, n=9, bind="core"), FACTS, "9 ranks with --depth 1 need 9 cores"),
+        (replace(REQUEST, n=9, bind="core"), FACTS, "9 processes on 8 cores"),
+        (replace(REQUEST, n=9, bind="socket"), FACTS, "9 processes on 8 cores"),
         (
             replace(REQUEST, launcher="horovodrun", cpu_bind="numa"),
             FACTS,

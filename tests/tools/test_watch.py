@@ -192,6 +192,13 @@ def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_name(tmp_path_facto
         console.print(line)
 
 
+def test_a_terminal_without_unicode_gets_ascii():
+    words = [sys.executable, "-m", "hvdkit.cli", "watch", str(DATA), "--once"]
+    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.isascii() and "Ranks, slowest first: #+" in done.stdout, done.stderr
+
+
 def test_the_plain_view_of_a_file(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert cli.run(["watch", str(DATA), "--once"]) == 0

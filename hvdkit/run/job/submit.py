@@ -139,19 +139,27 @@ def submit(system: str, job: BatchJob, script: str) -> int:
     program = shutil.which(way.submit[0])
     if program is None:
         raise LaunchError(f"There is no {way.submit[0]} on PATH; submit on a login node, or write the script with -o.")
-    # In a session of its own Ctrl-C does not reach it.
-    words = [program, *way.submit[1:]]
-    done = subprocess.run(words, input=script, capture_output=True, text=True, check=False, start_new_session=True)
-    match = way.number.search(done.stdout)
-    if done.returncode != 0 or match is None:
-        said = " ".join((done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").split())
+    stopped, words = False, [program, *way.submit[1:]]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # In a session of its own Ctrl-C does not reach it, and cannot leave a job of which nobody knows.
+    with subprocess.Popen(words, **pipes, start_new_session=True) as submitting:  # type: ignore[call-overload]
+        try:
+            out, error = submitting.communicate(script)
+        except KeyboardInterrupt:
+            stopped = True
+            out, error = submitting.communicate()
+    match = way.number.search(out)
+    if submitting.returncode != 0 or match is None:
+        said = " ".join((error.strip() or out.strip() or f"status {submitting.returncode}").split())
         raise LaunchError(f"{way.submit[0]} took no job: {said}")
     number = match[1]
     click.echo(f"Job {number} is submitted to {system}.", err=True)
-    if job.array:
+    if job.array and not stopped:
         return 0
     log = (job.log or f"{job.name}.%J.log").replace("%J", number) if system == "lsf" else ""
     try:
+        if stopped:
+            raise KeyboardInterrupt
         with ExitStack() as stack:
             last = _follow(way, number, log, stack)
     except KeyboardInterrupt:

@@ -67,7 +67,7 @@ def _pals(request: Request, program: Path) -> LauncherLine:
     settings = [
         Setting("one process per rank", ("-n", str(request.n))),
         *_given("mpiexec", "ppn", request.ppn, "--ppn: ranks on each host"),
-        *_given("mpiexec", "depth", request.depth if request.cpu_bind is None else None),
+        *_given("mpiexec", "depth", request.depth if request.bind != "none" or request.cpu_bind is None else None),
         _binding(request, "mpiexec"),
         *_given("mpiexec", "hosts", ",".join(_chosen(request)) or None, "the hosts that you named"),
     ]

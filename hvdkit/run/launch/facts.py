@@ -157,7 +157,8 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
     if request.hostfile is not None:
         given = placement.read(request.hostfile)
     if request.host_discovery_script or request.min_np or request.max_np:
-        return horovodrun.elastic(replace(request, hosts_chosen=given is not None), environ)
+        own = {**environ, "PATH": job_path(environ, own_python())}
+        return horovodrun.elastic(replace(request, hosts_chosen=given is not None), own)
     return placement.placed(request, given, environ, anywhere=request.launcher in batch.LINES)
 
 

@@ -5,13 +5,19 @@ Its MPI mode is never used: it fails with Open MPI 5.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
-from hvdkit.common import programs
+from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import placement
 from hvdkit.run.launch.model import Host, LauncherLine, Setting
@@ -25,6 +31,8 @@ COOLDOWN_S = (2, 10)
 """Seconds, at least and at most, that a host is left out after one of its workers failed."""
 SCRIPT_S = 15.0
 """Seconds that a host discovery script may take; horovodrun asks it again every second."""
+_ANSWER_BYTES = 1 << 20
+_LOOK_S = 0.02
 _HOST = re.compile(r"([A-Za-z0-9_.\-]+):([1-9][0-9]*)")
 
 
@@ -112,20 +120,45 @@ def answer_of(script: Path, environ: Mapping[str, str]) -> str:
     Raises:
         InvalidArgumentError: it cannot be run, fails, takes longer than ``SCRIPT_S`` or prints more than a megabyte.
     """
-    with tempfile.TemporaryFile() as errors:
-        answer = programs.ask([str(script)], environ=environ, seconds=SCRIPT_S, errors=errors)
-        errors.seek(0)
-        reasons = errors.read(programs.LONGEST).decode(errors="replace").strip().splitlines()
-    if answer.ok:
-        return answer.text
-    if not answer.ended or len(answer.text) >= programs.LONGEST:
-        how = "printed more than a megabyte" if answer.ended else f"did not end within {SCRIPT_S:g} s"
-        raise InvalidArgumentError(
-            f"the host discovery script {script} {how} and was ended; let it print one HOST:SLOTS a line, leave "
-            "nothing behind, and limit what it calls: timeout 5 COMMAND."
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": said}
+        try:
+            process = subprocess.Popen([str(script)], env=dict(environ), start_new_session=True, **streams)
+        except OSError as error:
+            raise _cannot_be_run(script, error.strerror or str(error)) from error
+        deadline = time.monotonic() + SCRIPT_S
+        try:
+            while process.poll() is None and time.monotonic() < deadline and not _is_large(printed, said):
+                time.sleep(_LOOK_S)
+            ended = process.poll() is not None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it left behind, too
+                os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+        if _is_large(printed, said):
+            raise InvalidArgumentError(
+                f"the host discovery script {script} printed more than {bytes_text(_ANSWER_BYTES)} and was ended; let "
+                "it print one HOST:SLOTS a line, and end."
+            )
+        if not ended:
+            raise InvalidArgumentError(
+                f"the host discovery script {script} did not end within {SCRIPT_S:g} s and was ended; let it print "
+                "the hosts that it knows of, and limit what it calls: timeout 5 COMMAND."
+            )
+        answer, reasons = (
+            os.pread(file.fileno(), _ANSWER_BYTES, 0).decode(errors="replace") for file in (printed, said)
         )
-    reason = (reasons or [answer.problem])[-1]
-    raise InvalidArgumentError(
+    if status:
+        raise _cannot_be_run(script, ": ".join([f"status {status}", *reasons.strip().splitlines()[-1:]]))
+    return answer
+
+
+def _is_large(*files: IO[bytes]) -> bool:
+    return any(os.fstat(file.fileno()).st_size > _ANSWER_BYTES for file in files)
+
+
+def _cannot_be_run(script: Path, reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
         f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
         "with status 0."
     )

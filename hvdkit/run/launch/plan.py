@@ -166,12 +166,21 @@ def ranks_on_a_host(name: str, request: Request) -> int | None:
 def _with_bind(name: str, request: Request, facts: LaunchFacts) -> Request:
     """The request with ``--bind`` said as ``--depth`` or ``--cpu-bind``."""
     bind, words = request.bind, _BIND.get(name, {})
-    if bind == "none" or request.cpu_bind is not None or (bind == "core" and request.depth is not None):
+    if bind == "none":
+        return request
+    if name == "horovodrun":
+        raise InvalidArgumentError(f"--bind {bind}: horovodrun cannot tie ranks to cores; leave it out, or use mpirun.")
+    if not _is_elsewhere(name, request) and request.n > facts.cores:
+        raise InvalidArgumentError(
+            f"--bind {bind} needs a core for each process, got {request.n} processes on {facts.cores} cores; use "
+            "--bind none or fewer processes."
+        )
+    if request.cpu_bind is not None or (bind == "core" and request.depth is not None):
         return request
     if bind in words:
         return replace(request, cpu_bind=words[bind])
     together = ranks_on_a_host(name, request)
-    if bind != "core" or together is None or name == "horovodrun":
+    if bind != "core" or together is None:
         known = [*(["core"] if name == "mpirun" else []), *words]
         instead = f"use {' or '.join(known)}" if known else "leave it out, or give --depth"
         raise InvalidArgumentError(f"--bind {bind}: {name} cannot tie ranks so; {instead}.")

@@ -254,8 +254,10 @@ def together(world: Any, step: Callable[[], _T]) -> _T:
     if not told:
         return result[0]
     if world.rank == 0:
-        for text in told:
+        for text in told[:3]:
             _say(text)
+        if len(told) > 3:
+            _say(f"{len(told) - 3} more hosts failed.")
     sys.exit(1)
 
 

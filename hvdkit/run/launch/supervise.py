@@ -135,6 +135,8 @@ class _Job:
         self._lost: list[RankEnd] = []
         self._signal: int | None = None
         self._end_order = wire.STOP
+        # horovodrun loads every framework to see what was built, unless a record says it; TensorFlow reports at length.
+        self._noisy_start = plan.launcher_name == "horovodrun" and not plan.elsewhere and not plan.elastic
         self._unhandled: dict[int, set[int]] = {}  # signal to ranks
         self._survivors: dict[str, dict[str, None]] = {}  # host to processes that SIGKILL did not end, in order
         self._stall: Stall | None = None
@@ -232,6 +234,8 @@ class _Job:
             peer.rank, peer.pid = wire.HELLO_PAYLOAD.unpack_from(payload)
             peer.host = payload[wire.HELLO_PAYLOAD.size :].decode(errors="replace") if self._plan.elsewhere else ""
             self._ranks.append(peer)
+            if self._noisy_start and self._all_started:
+                self._shown.held.clear()
             if self._plan.stall_timeout is not None:
                 peer.reports = StallReports(self._plan.stall_timeout)
         elif kind == wire.STDOUT:
@@ -341,7 +345,7 @@ class _Job:
         return True
 
     def _release_report(self) -> None:
-        if self._phase is JobPhase.RUNNING:
+        if self._phase is JobPhase.RUNNING and (self._all_started or not self._noisy_start):
             self._shown.release_launcher()
 
     def _on_signals(self) -> None:

@@ -50,7 +50,8 @@ def watch(directory: Path, once: bool, want_json: bool, interval: float) -> int:
     def now() -> tuple[Watched, Group]:
         run = reader.read()
         seen = look(run, str(reader.path), time.time())
-        return seen, Group(*view.lines(seen, run.windows, shown.width))
+        lines = view.lines(seen, run.windows, shown.width)
+        return seen, Group(*(lines if shown.encoding.lower().startswith("utf") else view.plain(lines)))
 
     seen, block = now()
     if want_json:

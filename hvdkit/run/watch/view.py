@@ -16,6 +16,8 @@ from hvdkit.run.watch.results import RankNow, Watched
 LEVELS = "▁▂▃▄▅▆▇█"
 HEAT = ((1.05, "░", "green"), (1.2, "▒", "yellow"), (1.5, "▓", "dark_orange"), (math.inf, "█", "red"))
 """Up to how many times the median of the ranks, its sign without colour, and its colour."""
+_PLAIN = str.maketrans("▁▂▃▄▅▆▇█░▒▓·…×", "__..--##.+*.~x")
+"""For a terminal that has no such characters."""
 _NAME = 12
 _WIDTHS = (6, 10, 11, 9, 9, 9, 9, 9)
 """Of the columns of the ranks; those that do not fit are left out, the last ones first."""
@@ -43,6 +45,13 @@ def lines(seen: Watched, windows: Sequence[HistoryWindow], width: int) -> list[T
         for report in seen.reports[-_REPORTS:]:
             found.append(Text.assemble((f"step {report.step}", "yellow"), f"  {printable(report.text)}"))
     return [piece for line in found for piece in (line.wrap(_WRAPPER, width) if line.plain else [line])]
+
+
+def plain(shown: Sequence[Text]) -> list[Text]:
+    """The same without a character that is not ASCII; names may keep theirs as escapes."""
+    return [
+        Text(line.plain.translate(_PLAIN).encode("ascii", "backslashreplace").decode(), line.style) for line in shown
+    ]
 
 
 def _head(seen: Watched) -> Text:

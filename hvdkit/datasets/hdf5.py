@@ -1,13 +1,14 @@
 """HDF5 files as map-style data sets, read a batch at a time; and how to write one that is complete or absent.
 
 Why a reader of our own: ``file["x"][i]`` costs the HDF5 library tens of microseconds whatever the size, once for each
-sample and each array. Here a batch is a look into a memory map where an array lies in the file in one piece, as
-``write_hdf5`` writes it, and else one read for each chunk or run of neighbours.
+sample and each array. Here a batch is a look into a memory map where the samples lie in the file as they are in memory,
+in one piece or in chunks of whole samples, and else one read for each chunk or run of neighbours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import mmap
@@ -20,12 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.files import complete_or_absent
+from hvdkit.common.units import printable
 from hvdkit.datasets.formats import one_line
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, HvdkitError, InvalidArgumentError, of_extra
 
 Array = NDArray[Any]
 Reader = Callable[[NDArray[np.int64]], Array]
 """Sample indices, in any order, to the samples, (m, ...), in memory of their own."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system without locks says."""
+_MOST_NAMES = 20
+_MOST_CHUNKS = 1 << 20
+"""More are not listed: each process does that when it opens the file."""
 
 
 class HDF5Dataset:
@@ -171,7 +178,12 @@ def _open(path: Path) -> Any:
     if not path.is_file():
         found = "a directory" if path.is_dir() else "nothing"
         raise DataNotFoundError(f"there is {found} at {str(path)!r}, expected an HDF5 file; check the path.")
-    return h5py.File(path, "r")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return h5py.File(path, "r", locking=False)
 
 
 @contextlib.contextmanager
@@ -197,7 +209,9 @@ def _array_in(file: Any, name: str, path: Path) -> Any:
             names: list[str] = []
             file.visititems(lambda name, item: names.append(name) if hasattr(item, "dtype") else None)
             what = "is a group" if found is not None else "is not there"
-            raise DataError(f"{name!r} {what} in {str(path)!r}; its arrays are: {', '.join(names) or 'none'}.")
+            listed = ", ".join(map(printable, names[:_MOST_NAMES])) or "none"
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            raise DataError(f"{name!r} {what} in {str(path)!r}; its arrays are: {listed}{more}.")
         if found.shape is None or len(found.shape) == 0:
             raise DataError(
                 f"{name!r} in {str(path)!r} is a single value; expected an array with a sample in each row."
@@ -219,24 +233,85 @@ def _common_length(arrays: Sequence[Any], path: Path) -> int:
 
 
 def _mapped(array: Any) -> Reader | None:
-    """A look into the file, mapped into memory; None where an array is not there in one piece, as NumPy has it."""
+    """A look into the file, mapped into memory; None where the bytes in it are not those of a NumPy array."""
     from h5py import h5t  # an extra, which whoever opened the file has
 
+    changing = array.file.mode != "r"  # this process has it open for writing, too, and not everything is in it yet
+    filtered = array.id.get_create_plist().get_nfilters()
+    if changing or filtered or 0 in array.shape or array.dtype.kind not in "biufc":
+        return None
+    if array.id.get_type() != h5t.py_create(array.dtype, logical=True):
+        return None
+    return _in_one_piece(array) if array.chunks is None else _in_chunks(array)
+
+
+def _in_one_piece(array: Any) -> Reader | None:
+    """A look into the file; None where the array lies nowhere yet."""
     offset = array.id.get_offset()
-    # where this process has the file open for writing, too, not everything is in it yet
-    elsewhere = array.chunks is not None or offset is None or 0 in array.shape or array.file.mode != "r"
-    if elsewhere or array.dtype.kind not in "biufc" or array.id.get_type() != h5t.py_create(array.dtype, logical=True):
+    if offset is None:
         return None
     end = offset + math.prod(array.shape) * array.dtype.itemsize
-    # the file as the library has it open, whatever lies at its path by now
-    content = mmap.mmap(array.file.id.get_vfd_handle(), 0, access=mmap.ACCESS_READ)
-    if len(content) < end:
+    mapped = _bytes_of(array, end)[offset:end].view(array.dtype).reshape(array.shape)
+    native = mapped.dtype.newbyteorder("=")
+    return lambda indices: mapped[indices].astype(native, copy=False)
+
+
+def _in_chunks(array: Any) -> Reader | None:
+    """The same where every chunk holds whole samples; None where samples are cut, or a chunk was never written."""
+    starts = _chunk_starts(array)
+    if starts is None:
+        return None
+    rows, shape, dtype = array.chunks[0], array.shape[1:], array.dtype
+    size = math.prod(shape) * dtype.itemsize
+    mapped = _bytes_of(array, int(starts.max()) + rows * size)
+
+    def read(indices: NDArray[np.int64]) -> Array:
+        found = np.empty((len(indices), size), np.uint8)
+        places = starts[indices // rows] + indices % rows * size
+        for sample, place in zip(found, places.tolist(), strict=True):
+            sample[:] = mapped[place : place + size]
+        values = found.view(dtype).reshape(len(indices), *shape)
+        native: Array = values.astype(dtype.newbyteorder("="), copy=False)
+        return native
+
+    return read
+
+
+def _chunk_starts(array: Any) -> NDArray[np.int64] | None:
+    """Where in the file each chunk begins, in bytes, by the samples in it; None where there is no such table."""
+    # Versions of the HDF5 library differ in whether these places count a user block.
+    if array.chunks is None or array.chunks[1:] != array.shape[1:] or array.file.userblock_size:
+        return None
+    count = -(-array.shape[0] // array.chunks[0])
+    if count > _MOST_CHUNKS or not hasattr(array.id, "chunk_iter") or array.id.get_num_chunks() != count:
+        return None
+    starts: list[int] = []
+    rows, rest = array.chunks[0], (0,) * (len(array.shape) - 1)
+    size = math.prod(array.chunks) * array.dtype.itemsize
+
+    sizes: set[int] = set()
+
+    def note(chunk: Any) -> None:
+        sizes.add(chunk.size)
+        if chunk.chunk_offset == (len(starts) * rows, *rest):  # of a damaged list the library may find other chunks
+            starts.append(chunk.byte_offset)
+
+    array.id.chunk_iter(note)
+    if sizes != {size}:
+        raise CorruptDataError(
+            f"{array.file.filename!r} has chunks of {array.name!r} that are not of {size} bytes; write it again."
+        )
+    return np.array(starts, np.int64) if len(starts) == count and min(starts) >= 0 else None
+
+
+def _bytes_of(array: Any, wanted: int) -> NDArray[np.uint8]:
+    """The file as the library has it open, whatever lies at its path by now, mapped into memory."""
+    mapped = mmap.mmap(array.file.id.get_vfd_handle(), 0, access=mmap.ACCESS_READ)
+    if len(mapped) < wanted:
         raise CorruptDataError(
             f"{array.file.filename!r} is shorter than its array {array.name!r} says; write it again."
         )
-    mapped = np.frombuffer(content, np.uint8)[offset:end].view(array.dtype).reshape(array.shape)
-    native = mapped.dtype.newbyteorder("=")
-    return lambda indices: mapped[indices].astype(native, copy=False)
+    return np.frombuffer(mapped, np.uint8)
 
 
 def _by_library(array: Any) -> Reader:

@@ -11,8 +11,8 @@ SIZES = tuple(2**power for power in range(16, 25))
 ALPHA, BETA, OVERHEAD = 40e-6, 8e-9, 150e-6
 
 
-def seconds(nbytes, n, alpha=ALPHA, beta=BETA, overhead=OVERHEAD):
-    return overhead + alpha * link.messages(n) + beta * link.moved(nbytes, n)
+def seconds(nbytes, n, alpha=ALPHA, beta=BETA, overhead=OVERHEAD, algorithm=link.RING):
+    return overhead + alpha * link.messages(n, algorithm) + beta * link.moved(nbytes, n)
 
 
 def results(n, *, hosts=None, known=True, noise=0.02, trials=20, sizes=SIZES, seed=0, spoil=None,

@@ -1,5 +1,6 @@
 """HDF5 files as data sets: the same values however they lie in the file, in every process."""
 
+import errno
 import multiprocessing
 import os
 import random
@@ -53,11 +54,13 @@ def test_every_layout_gives_the_same_samples(tmp_path, layout):
     assert np.array_equal(found[-2][0], X[48])
 
 
+@pytest.mark.parametrize("chunks", [None, 1, 7, 50])
 @pytest.mark.parametrize("dtype", ["<f4", ">i2", "?"])
-def test_an_array_in_one_piece_is_read_without_the_library(tmp_path, dtype, monkeypatch):
-    """The library costs a read for each sample."""
+def test_whole_samples_are_read_without_the_library(tmp_path, chunks, dtype, monkeypatch):
+    """The library costs a read for each sample; of compressed chunks and cut samples it cannot be avoided."""
     values = (X % 5).astype(dtype)
-    write_hdf5(tmp_path / "d.h5", {"x": values})
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=None if chunks is None else (chunks, 2, 3))
     found = HDF5Dataset(tmp_path / "d.h5", "x")
     found[0]
     monkeypatch.setattr(h5py.Dataset, "__getitem__", None)
@@ -204,6 +207,28 @@ def by_the_library(path):
         return None
 
 
+@pytest.mark.parametrize("damage", ["size", "order"])
+def test_a_damaged_list_of_chunks(tmp_path, damage):
+    """Of the entries of the B-tree, two are exchanged, or one says that its chunk has no bytes."""
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=X, chunks=(7, 2, 3))
+    content = bytearray((tmp_path / "d.h5").read_bytes())
+    start, step = content.index(b"TREE\x01") + 24, 4 + 4 + 8 * 4 + 8  # size, filters, offsets, address
+    one, other = (slice(start + number * step, start + (number + 1) * step) for number in (2, 3))
+    if damage == "size":
+        content[one.start : one.start + 4] = bytes(4)
+    else:
+        content[one], content[other] = content[other], content[one]
+    (tmp_path / "d.h5").write_bytes(content)
+    if damage == "size":
+        with pytest.raises(CorruptDataError, match="chunks of '/x' that are not of 168 bytes"):
+            HDF5Dataset(tmp_path / "d.h5", "x")[0]
+        return
+    theirs = by_the_library(tmp_path / "d.h5")[1]
+    assert not np.array_equal(theirs, X)
+    assert np.array_equal(HDF5Dataset(tmp_path / "d.h5", "x").batch(range(50))[0], theirs)
+
+
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("write", [in_one_piece, compressed, linked_outside, linked_softly])
 def test_a_damaged_file_is_one_sentence_or_the_librarys_samples(tmp_path, monkeypatch, write, libver):
@@ -236,22 +261,6 @@ def test_a_damaged_file_is_one_sentence_or_the_librarys_samples(tmp_path, monkey
         for one, other in zip(found, theirs[1], strict=True):
             assert np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     assert errors > 3
-
-
-def test_without_filters_only_the_samples_that_are_asked_for_are_read(tmp_path, monkeypatch):
-    """A chunk that is not compressed need not be read whole for two samples at its ends."""
-    with h5py.File(tmp_path / "d.h5", "w") as file:
-        file.create_dataset("x", data=X, chunks=(25, 2, 3))
-    found, read, original = HDF5Dataset(tmp_path / "d.h5", "x"), [], h5py.Dataset.__getitem__
-
-    def counting(array, key):
-        values = original(array, key)
-        read.append(np.asarray(values).size // 6)
-        return values
-
-    monkeypatch.setattr(h5py.Dataset, "__getitem__", counting)
-    assert np.array_equal(found.batch([24, 0, 30, 31])[0], X[[24, 0, 30, 31]])
-    assert read == [1, 1, 2]
 
 
 @pytest.mark.parametrize("chunks", [None, (7, 2, 3)])
@@ -334,6 +343,23 @@ def test_mistakes_are_one_sentence(tmp_path, path):
         file["x"], file["y"], file["one"] = X, Y[:40], 3.0
     refused(DataError, "/x 50, /y 40", tmp_path / "u.h5", ("x", "y"))
     refused(DataError, "single value", tmp_path / "u.h5", "one")
+
+
+def test_a_file_system_without_locks_is_no_damage(path, monkeypatch):
+    whole = h5py.File
+
+    def without_locks(name, mode, locking=None):
+        if locking is None:
+            raise OSError(errno.ENOLCK, "unable to lock file")
+        return whole(name, mode, locking=locking)
+
+    monkeypatch.setattr(h5py, "File", without_locks)
+    assert np.array_equal(HDF5Dataset(path, "x")[3], X[3])
+
+
+def test_of_many_arrays_some_are_named(tmp_path):
+    write_hdf5(tmp_path / "d.h5", {f"a{number:02}": X[:1] for number in range(30)})
+    refused(DataError, "a19 and 10 more", tmp_path / "d.h5", "x")
 
 
 def test_a_damaged_array_is_named(tmp_path):

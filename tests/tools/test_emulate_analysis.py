@@ -12,6 +12,7 @@ from hvdkit.common.allreduce import bus_factor
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import analysis
 from hvdkit.measure.emulate.analysis import analyse
+from hvdkit.measure.emulate.show import page
 
 # Bandwidth
 
@@ -147,6 +148,15 @@ def test_the_longest_is_named_with_trial_and_ranks():
     samples[20] = sample(10, 0, 40, [12.0, 0.01], skew=11.9)
     longest = analyse(results(steps, samples, ranks=2)).longest
     assert (longest.trial, longest.index, longest.slowest_rank, longest.skew_s) == (10, 0, 0, 11.9)
+
+
+@pytest.mark.parametrize(("collective", "said"), [("allreduce", True), ("broadcast", False)])
+def test_who_came_last_is_not_said_of_a_broadcast_whose_root_waits_for_nobody(collective, said):
+    samples = [sample(t, 0, 40, [0.3, 0.3, 0.01], skew=0.29) for t in range(9)]
+    found = results(from_sizes([40]), samples, ranks=3, collective=collective)
+    text = page(found, analyse(found))
+    words = " ".join(map(str, [*text.parts[1:], *text.notes]))
+    assert ("comes last" in words) == ("came last" in words) == said and "waiting for late ranks" in words
 
 
 def test_unchecked_results_are_said_to_be_so():

@@ -136,7 +136,8 @@ def test_a_rank_that_is_too_small_is_status_1_and_the_stage_that_fits_is_named(c
     assert "ZeRO stage 1 would do" in " ".join(found(capsys, *words, "50", *known, status=1)["notes"])
     assert "no stage of ZeRO" in " ".join(found(capsys, *words, "1", status=1)["notes"])
     assert "On 1 rank a rank" in " ".join(found(capsys, *words[:-2], "1", "--capacity-gb", "1", status=1)["notes"])
-    assert "too close to say" in " ".join(found(capsys, *words, "140", *known, status=1)["notes"])
+    for near in ("125", "140"):  # an estimate of 129 GB, which may be 20 % too high or too low
+        assert "too close to say" in " ".join(found(capsys, *words, near, *known, status=1)["notes"])
     assert len(found(capsys, *words, "170", *known)["notes"]) == 1
 
 

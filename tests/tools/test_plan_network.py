@@ -101,11 +101,22 @@ def test_a_size_that_was_disturbed_throughout_does_not_move_it(factor):
     assert costs.allreduce_s(2**19, 8).value == pytest.approx(seconds(2**19, 8), rel=0.15)
 
 
-def test_a_library_is_described_as_a_ring_and_that_is_said():
-    costs = fitted(2, 3, 4, 6, known=False, noise=0.01)
-    assert any("is described as a ring" in note for note in costs.notes)
-    assert costs.allreduce_s(2**20, 16).value == pytest.approx(seconds(2**20, 16), rel=0.1)
-    assert not any("is described as a ring" in note for note in fitted(2, 3).notes)
+@pytest.mark.parametrize("algorithm", link.ALGORITHMS)
+def test_how_a_library_s_messages_grow_is_found(algorithm):
+    costs = fitted(2, 4, 8, known=False, noise=0.02, algorithm=algorithm)
+    assert (costs.network.algorithm, costs.network.rival) == (algorithm, None)
+    for nbytes in (2**16, 2**20, 2**24):
+        true, predicted = seconds(nbytes, 1024, algorithm=algorithm), costs.allreduce_s(nbytes, 1024)
+        assert predicted.value == pytest.approx(true, rel=0.1) and predicted.low <= true <= predicted.high
+
+
+@pytest.mark.parametrize("algorithm", link.ALGORITHMS)
+def test_what_two_and_three_ranks_cannot_tell_is_in_the_interval_and_said(algorithm):
+    costs = fitted(2, 3, known=False, algorithm=algorithm)
+    assert costs.network.rival is not None and any("the intervals hold both" in note for note in costs.notes)
+    for nbytes in (2**16, 2**24):
+        predicted = costs.allreduce_s(nbytes, 1024)
+        assert predicted.low <= seconds(nbytes, 1024, algorithm=algorithm) <= predicted.high
 
 
 def test_a_byte_that_costs_more_beyond_a_burst_is_found():

@@ -52,7 +52,7 @@ WORK = ("--plan", "plan.json", "--step-ms", "300")
 def test_a_table_says_model_rows_and_remarks(capsys):
     assert predicted(*NET, *WORK, "--at", "4,512") == 0
     out = capsys.readouterr().out
-    assert "Between hosts: overhead" in out and "alpha" in out and "ns/byte" in out
+    assert "Between hosts: ring, overhead" in out and "alpha" in out and "ns/byte" in out
     assert "efficiency" in out and re.search(r"^  512  ", out, re.MULTILINE)
     assert "25 of 100 MB in all" in out and "same share of backward" in out
 

@@ -14,6 +14,7 @@ from hvdkit.common.intervals import CONFIDENCE, Estimate, median
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
 from hvdkit.errors import DataError
+from hvdkit.measure.emulate.check import BROADCAST
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
 from hvdkit.observe.lateness import Floats
 
@@ -127,7 +128,7 @@ def analyse(results: EmulateResults) -> EmulateSummary:
         ranks=ranks,
         cdf_band=band(len(steps) if asked.fusion else len(samples)),
         longest=max(samples, key=lambda sample: sample.slowest_s),
-        notes=(*results.notes, *_notes(rows, overall, ranks, checked=asked.check)),
+        notes=(*results.notes, *_notes(rows, overall, ranks, asked)),
     )
 
 
@@ -217,7 +218,7 @@ def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
     return np.asarray(found[counts == len(results.plan.collectives)])
 
 
-def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow], *, checked: bool) -> list[str]:
+def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow], asked: EmulateAsked) -> list[str]:
     """Sentences below the table: what is left out, what the delays mostly are, what was not checked."""
     notes = []
     fewest = min(row.samples for row in rows)
@@ -227,11 +228,11 @@ def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow]
     usual, skew_s = overall.p50_s.value, overall.skew_s or 0.0
     if usual > 0 and skew_s > _MUCH_SKEW * usual:
         latest = max(ranks, key=lambda row: row.latest)
+        who = f"; rank {latest.rank} comes last most often, in {share_text(latest.latest)}"
         notes.append(
             f"The ranks arrive {1000 * skew_s:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
-            f"most of the delay is waiting for late ranks, not transfer; rank {latest.rank} comes last most often, in "
-            f"{share_text(latest.latest)}."
+            f"most of the delay is waiting for late ranks, not transfer{who if asked.collective != BROADCAST else ''}."
         )
-    if not checked:
+    if not asked.check:
         notes.append("The results of the collectives were not checked (--no-check).")
     return notes

@@ -12,6 +12,7 @@ from hvdkit.common.intervals import Estimate
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, interval_text, ranks_text, share_text, shortened
 from hvdkit.measure.emulate.analysis import EmulateSummary
+from hvdkit.measure.emulate.check import BROADCAST
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 
@@ -53,12 +54,16 @@ def page(results: EmulateResults, analysis: EmulateSummary) -> Page:
         slowest = max(analysis.ranks, key=lambda row: row.slowest)
         latest = max(analysis.ranks, key=lambda row: row.latest)
         name = shortened(results.plan.collectives[longest.index].name, _NAME)
+        last = f", rank {latest.rank} comes last most often ({share_text(latest.latest)})"
+        late = f"; rank {int(np.argmin(longest.ranks_s))} came last, {_ms(longest.skew_s)} ms after the first"
+        if asked.collective == BROADCAST:  # its root waits for nobody, and has the shortest time whoever came last
+            last = late = ""
+        elif longest.skew_s < longest.slowest_s / 2:
+            late = ""
         parts += [
-            f"Rank {slowest.rank} takes longest most often ({share_text(slowest.slowest)}), rank {latest.rank} comes "
-            f"last most often ({share_text(latest.latest)}).",
+            f"Rank {slowest.rank} takes longest most often ({share_text(slowest.slowest)}){last}.",
             f"The longest is {name} in trial {longest.trial}: {_ms(longest.slowest_s)} ms, longest on rank "
-            f"{longest.slowest_rank}; rank {int(np.argmin(longest.ranks_s))} came last, {_ms(longest.skew_s)} ms after "
-            "the first.",
+            f"{longest.slowest_rank}{late}.",
         ]
     return Page(parts, analysis.notes)
 

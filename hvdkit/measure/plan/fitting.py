@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
+    algorithm: str
     knots: tuple[float, ...]
     extras: int
     matrix: Floats
@@ -56,12 +57,13 @@ class _Candidate:
     score: float
 
 
-def fit(cells: Sequence[Cell], rng: np.random.Generator) -> Link:
+def fit(cells: Sequence[Cell], rng: np.random.Generator, algorithms: Sequence[str] = (link.RING,)) -> Link:
     """Fit the cells.
 
     Args:
         cells: two or more sizes.
         rng: draws the resamples.
+        algorithms: of ``link.ALGORITHMS`` that may have been measured, the likeliest first.
     Raises:
         MissingFrameworkError: SciPy is not installed.
     Source: soft-L1 loss of relative errors by iteratively reweighted least squares (Holland, Welsch, Communications in
@@ -70,9 +72,22 @@ def fit(cells: Sequence[Cell], rng: np.random.Generator) -> Link:
     """
     medians = np.array([np.median(cell.seconds) for cell in cells])
     moved = np.array([link.moved(cell.nbytes, cell.ranks) for cell in cells])
+    found = sorted(
+        (_best_of(cells, medians, moved, algorithm) for algorithm in algorithms),
+        key=lambda candidate: candidate.score,
+    )
+    drawn = np.column_stack([resampled_medians(cell.seconds, rng, DRAWS) for cell in cells])
+    rival = None
+    if len(found) > 1 and found[1].score < found[0].score + _CLEARLY:
+        rival = _link_of(found[1], medians, moved, drawn, rng)
+    return replace(_link_of(found[0], medians, moved, drawn, rng), rival=rival)
+
+
+def _best_of(cells: Sequence[Cell], medians: Floats, moved: Floats, algorithm: str) -> _Candidate:
+    """The best line, or pieces of one, by this algorithm's messages."""
     best: _Candidate | None = None
     for knots, stepped in _pieces(moved):
-        matrix = np.array([features(cell.nbytes, cell.ranks, knots) for cell in cells])
+        matrix = np.array([features(cell.nbytes, cell.ranks, knots, algorithm) for cell in cells])
         told = _told(matrix / medians[:, None], knots, stepped)
         coefficients = np.zeros(matrix.shape[1])
         coefficients[told] = solve(matrix[:, told] / medians[:, None])
@@ -83,14 +98,18 @@ def fit(cells: Sequence[Cell], rng: np.random.Generator) -> Link:
         parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
         score = float(len(cells) * np.log(loss + _NOISE**2) + parameters * np.log(len(cells)))
         if best is None or score < best.score - _CLEARLY * (extras - best.extras):
-            best = _Candidate(knots, extras, matrix, told, coefficients, score)
+            best = _Candidate(algorithm, knots, extras, matrix, told, coefficients, score)
     if best is None:
         raise ValueError("there is nothing to fit")
-    drawn = np.column_stack([resampled_medians(cell.seconds, rng, DRAWS) for cell in cells])
+    return best
+
+
+def _link_of(best: _Candidate, medians: Floats, moved: Floats, drawn: Floats, rng: np.random.Generator) -> Link:
+    """A candidate with its resamples: ``drawn``, medians of each cell, shape (DRAWS, cells)."""
     draws = np.array([_resampled(draw, best, rng) for draw in drawn])
     residuals = medians / (best.matrix @ best.best) - 1
-    freedom = max(1, len(cells) - int(best.told.sum()))
-    spread = np.log1p(np.clip(residuals, -0.9, None)) * np.sqrt(len(cells) / freedom)
+    freedom = max(1, len(medians) - int(best.told.sum()))
+    spread = np.log1p(np.clip(residuals, -0.9, None)) * np.sqrt(len(medians) / freedom)
     luck = rng.permutation((np.arange(DRAWS) + 0.5) / DRAWS)
     return Link(
         knots=best.knots,
@@ -99,6 +118,7 @@ def fit(cells: Sequence[Cell], rng: np.random.Generator) -> Link:
         misfit=Misfit(np.log(moved), spread, luck),
         told=tuple(map(bool, best.told)),
         residuals=tuple(map(float, residuals)),
+        algorithm=best.algorithm,
     )
 
 

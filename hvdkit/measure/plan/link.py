@@ -1,10 +1,11 @@
 """What an allreduce does on n ranks, and what the messages and bytes of a level (host memory or network) cost.
 
-Every allreduce is described as a ring: reduce-scatter and allgather around it, 2(n-1) messages one after the other and
-2(n-1)/n times the vector through every link, the fewest bytes that an allreduce can do with; libraries take it for
-large messages. In the order of hosts a ring crosses each link once in each direction, whatever a host holds. The
-time is ``overhead + alpha * messages + G(moved)`` (Hockney, Parallel Computing 20(3) (1994), 389-398, for alpha and
-beta; Patarasuk, Yuan, Journal of Parallel and Distributed Computing 69(2) (2009), 117-124, for the ring).
+An allreduce is described as a ring: reduce-scatter and allgather around it, 2(n-1) messages one after the other and
+2(n-1)/n times the vector through every link, the fewest bytes that an allreduce can do with. A library may move as many
+bytes by 2 log2(n) messages (recursive halving and doubling): which of the two, the measurements have to say. In the
+order of hosts a ring crosses each link once in each direction, whatever a host holds. The time is ``overhead + alpha *
+messages + G(moved)`` (Hockney, Parallel Computing 20(3) (1994), 389-398, for alpha and beta; Patarasuk, Yuan, Journal
+of Parallel and Distributed Computing 69(2) (2009), 117-124, for the ring).
 
 G is a line through 0 with slope beta, or has up to three such pieces, of which the later ones may begin with a step
 upwards; see ``fitting``.
@@ -28,9 +29,13 @@ OVERHEAD, ALPHA, FIRST_SLOPE = range(3)
 """Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
 
 
-def messages(n: int) -> float:
-    """That the ring of n ranks sends one after the other."""
-    return 2.0 * (n - 1)
+RING, HALVING = ALGORITHMS = ("ring", "halving")
+"""A ring; or recursive halving and doubling (Rabenseifner), which moves as many bytes by fewer messages."""
+
+
+def messages(n: int, algorithm: str = RING) -> float:
+    """That n ranks send one after the other: around the ring, or to partners at distance 1, 2, 4 ... and back."""
+    return 2.0 * (n - 1) if algorithm == RING else 2.0 * (n - 1).bit_length()
 
 
 def moved(nbytes: float, n: int) -> float:
@@ -63,13 +68,13 @@ class Misfit:
         return np.asarray(np.exp(np.quantile(np.concatenate((off, -off)), self.luck)))
 
 
-def features(nbytes: float, n: int, knots: Sequence[float]) -> Floats:
+def features(nbytes: float, n: int, knots: Sequence[float], algorithm: str = RING) -> Floats:
     """What is multiplied with the coefficients, shape (1 + 2 pieces,), for n > 1."""
     through = moved(nbytes, n)
     ends = (*knots[1:], np.inf)
     pieces = [max(0.0, min(through, end) - start) for start, end in zip(knots, ends, strict=True)]
     steps = [float(through > knot) for knot in knots[1:]]
-    return np.array([1.0, messages(n), *pieces, *steps])
+    return np.array([1.0, messages(n, algorithm), *pieces, *steps])
 
 
 def slopes(knots: Sequence[float]) -> slice:
@@ -95,6 +100,8 @@ class Link:
         misfit: how far measurements are off the formula; None where nothing was measured.
         told: which coefficients the measurements tell, shape (1 + 2 pieces,); the others are 0.
         residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
+        algorithm: of ``ALGORITHMS``, whose messages fit best.
+        rival: the fit of the other one where the measurements do not tell them apart; the draws hold both then.
     """
 
     knots: tuple[float, ...]
@@ -103,12 +110,17 @@ class Link:
     misfit: Misfit | None
     told: tuple[bool, ...]
     residuals: tuple[float, ...] = ()
+    algorithm: str = RING
+    rival: Link | None = None
 
     def seconds(self, nbytes: float, n: int) -> tuple[float, Floats]:
         """The time of an allreduce on n > 1 ranks: the best one, and by draw, shape (DRAWS,)."""
-        row = features(nbytes, n, self.knots)
+        row = features(nbytes, n, self.knots, self.algorithm)
         factors = 1.0 if self.misfit is None else self.misfit.factors(moved(nbytes, n))
-        return float(self.best @ row), np.asarray(self.draws @ row * factors)
+        draws = np.asarray(self.draws @ row * factors)
+        if self.rival is not None:
+            draws = np.where(np.arange(DRAWS) % 2 == 0, draws, self.rival.seconds(nbytes, n)[1])
+        return float(self.best @ row), draws
 
     def parameters(self) -> dict[str, Estimate]:
         """Overhead and alpha in s, beta of the largest messages in s/byte; only those that are known."""
@@ -129,6 +141,7 @@ class Link:
     def as_json(self) -> dict[str, Any]:
         """For a program; seconds and bytes."""
         return {
+            "algorithm": self.algorithm,
             "parameters": self.parameters(),
             "pieces": [
                 {"from_bytes": knot, "s_per_byte": slope, "s_once": step} for knot, slope, step in self.pieces()

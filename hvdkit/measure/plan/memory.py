@@ -245,7 +245,7 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> t
     for row in rows:
         ranks = ranks_text(row.ranks)
         fits = [stage for stage, size in row.zero.items() if size <= (capacity if not suffices else capacity / MARGIN)]
-        if row.data_parallel > capacity:
+        if row.data_parallel > (capacity * MARGIN if suffices else capacity):
             then = f"ZeRO stage {fits[0]} would do" if fits else "no stage of ZeRO surely would, either"
             if fits and need.activations is None:
                 then = f"ZeRO stage {fits[0]} leaves {bytes_text(capacity - row.zero[fits[0]])} for its activations, "

@@ -174,12 +174,10 @@ def fit(results: Sequence[EmulateResults], *, ppn: int | None = None) -> CostMod
                 "65536,1048576,16777216."
             )
         if found:
-            links[level] = fitting.fit(found, rng)
+            links[level] = fitting.fit(found, rng, (RING,) if engines == {RING} else link.ALGORITHMS)
     several = [one.asked for one in results if one.asked.ranks > 1]
     packed = max(asked.ppn or -(-asked.ranks // asked.hosts) for asked in several)
     notes = [note for level, known in links.items() for note in _notes(level, known, cells[level])]
-    if engines != {RING}:
-        notes.insert(0, "A library's allreduce is described as a ring, which it may leave for small messages.")
     cores = min(one.environment.cores for one in results if one.asked.ranks > 1)
     if packed > cores:
         notes.append(
@@ -225,6 +223,11 @@ def _notes(level: str, known: Link, cells: Sequence[Cell]) -> list[str]:
     """Sentences on a fitted link: what its measurements do not tell apart."""
     where = _WHERE[level]
     notes = []
+    if known.rival is not None:
+        notes.append(
+            f"The library's allreduce {where} may be {known.algorithm} or {known.rival.algorithm}, whose messages grow "
+            "otherwise with the ranks: the intervals hold both. More numbers of ranks tell them apart."
+        )
     if not known.told[OVERHEAD] and len({cell.ranks for cell in cells}) > 1:
         notes.append(
             f"The times measured {where} do not tell what a call costs from what each message costs, so all of it is "

@@ -223,7 +223,7 @@ def _parameters(link: Link) -> str:
         for key, (name, factor, unit) in _PARAMETERS.items()
         if key in told
     ]
-    return ", ".join(words)
+    return f"{link.algorithm}, {', '.join(words)}"
 
 
 def _draw(axes: Any, rows: Sequence[PredictionRow]) -> None:

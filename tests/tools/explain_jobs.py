@@ -231,6 +231,19 @@ def first_steps_compute(job):
     job.compute[:, :60] += 0.02
 
 
+def first_15_steps(job):
+    """Five of them are the warm-up."""
+    job.compute[:, :15] += 0.3
+
+
+def every_second_step(job):
+    job.compute[:, ::2] += 0.02
+
+
+def exchange_that_grows(job):
+    job.exchange = np.linspace(0.002, 0.03, STEPS)
+
+
 def large_exchange(job):
     job.exchange = 0.024
 
@@ -253,9 +266,12 @@ INJECTED = {
     growth_of_all: ("growth", (), 10e-3),
     growth_of_one: ("growth", (2,), 10e-3),
     slower_since: ("growth", (), 4e-3),
-    first_steps_of_all: ("first-steps", (), 1.1),
-    first_steps_of_one: ("first-steps", (1,), 1.1),
-    first_steps_compute: ("first-steps", (), 1.1),
+    first_steps_of_all: ("first-steps", (), 1.2),
+    first_steps_of_one: ("first-steps", (1,), 1.2),
+    first_steps_compute: ("first-steps", (), 1.2),
+    first_15_steps: ("first-steps", (), 4.5),
+    every_second_step: ("stall", (), 10e-3),
+    exchange_that_grows: ("growth", (), 14e-3),
     large_exchange: ("exchange", (), 24e-3),
     input_of_one: ("input", (2,), 20e-3 * 2 / 3),
     compute_of_one: ("compute", (1,), 10e-3),

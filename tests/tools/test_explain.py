@@ -18,6 +18,7 @@ from explain_jobs import (
     compute_of_one,
     evaluation_of_the_root,
     few_cores,
+    first_15_steps,
     first_step,
     first_steps_of_all,
     first_steps_of_one,
@@ -45,7 +46,9 @@ from hvdkit.observe import step_files, step_marks
 from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
 from hvdkit.read.explain import explain, step_causes
-from hvdkit.read.explain.results import LINES, Explanation, JobLaunch, lines
+from hvdkit.read.explain.cli import LINES, lines
+from hvdkit.read.explain.results import Explanation, JobLaunch
+from hvdkit.read.explain.step_causes import NOTHING_FOUND
 from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import recordings, stall
 from hvdkit.run.launch.options import Request
@@ -63,7 +66,8 @@ SAYS = {
     named_evaluation_of_the_root: "Rank 0 evaluates every 50 steps",
     growth_of_all: "more with every step",
     first_steps_of_all: "in the first",
-    first_steps_of_one: "Rank 1 waits for its input in the first 55 steps",
+    first_steps_of_one: "Rank 1 waits for its input in the first 60 steps",
+    first_15_steps: "in the first 15 steps",
     two_bound_to_one_core: "share cores by their binding",
 }
 
@@ -191,7 +195,7 @@ def another_rank_now_and_then(job):
         (stall_of_most, "stall", "Most ranks stop every 50 steps for 1", "all ranks"),
         (stall_of_all, "stall", "4 of 195 steps, all ranks in the same ones", "ost ranks"),
         (stall_in_nine_steps, "stall", "All ranks stop in 1 of 9 steps", "nan"),
-        (first_steps_and_a_few_later, "first-steps", "longer in the first 20 of 195 steps", "155"),
+        (first_steps_and_a_few_later, "first-steps", "longer in the first 25 of 200 steps", "155"),
         (late_now_and_then, "random-late", "Rank 1 is late in 23 of 195 steps.", "now and then"),
     ],
 )
@@ -376,7 +380,7 @@ def test_json_is_the_same_answer(tmp_path, capsys):
 
 def test_a_healthy_job_is_said_to_be_one(tmp_path):
     Job().write(tmp_path)
-    assert lines(explain([tmp_path]))[0] == "Nothing that is worth changing was found."
+    assert lines(explain([tmp_path]))[0] == NOTHING_FOUND
 
 
 def test_nothing_of_a_job_and_no_such_file(tmp_path, capsys):

@@ -1,17 +1,12 @@
-"""How the job was started, what is answered, and the answer in at most ten lines, the verdict first."""
+"""How the job was started, and what is answered."""
 
 from __future__ import annotations
 
 from hvdkit.common.json_files import Document, Part, Positive
-from hvdkit.common.units import count_text, duration_text, printable, share_text
 from hvdkit.read.causes import Cause
 
 LAUNCHED = "launch.json"
 """The file in the directory of a job that says how it was started."""
-LINES = 10
-_FURTHER = 3
-"""Causes after the first one that are said."""
-_UNTOLD = 3
 
 
 class JobLaunch(Document, frozen=True):
@@ -77,34 +72,3 @@ class Explanation(Document, frozen=True):
     untold: tuple[str, ...]
     read: tuple[Read, ...]
     stalled: str | None
-
-
-def lines(found: Explanation) -> list[str]:
-    """What is printed."""
-    if not found.causes and found.stalled is None:
-        first = ["Nothing that is worth changing was found." if found.steps else "No cause of lost time was found."]
-    else:
-        first = [] if found.stalled is None else [found.stalled]
-        for cause in found.causes[:1]:
-            first += [cause.sentence(), f"  Seen in {cause.evidence}", f"  {cause.advice}"]
-    further = [f"Also: {cause.sentence()} {cause.advice}" for cause in found.causes[1 : 1 + _FURTHER]]
-    left = len(found.causes) - 1 - _FURTHER
-    untold = [f"Not told: {sentence}" for sentence in found.untold[:_UNTOLD]]
-    more = [f"{count_text(left, 'smaller cause')} {'is' if left == 1 else 'are'} in --json."] if left > 0 else []
-    read = ", ".join(f"{one.what} ({one.says})" for one in found.read)
-    step = "" if found.step_s is None else f"; a step takes {duration_text(1e6 * found.step_s)}"
-    accounts = [_accounts_text(found)] if found.accounts else []
-    room = LINES - len(first) - len(further) - len(more) - len(accounts) - 1
-    said = [*first, *further, *more, *accounts, *untold[:room], f"Read: {read}{step}."]
-    return [printable(line) for line in said]
-
-
-def _accounts_text(found: Explanation) -> str:
-    """Where the whole recorded time went, and how much of it the causes that are printed explain."""
-    whole = sum(found.accounts.values()) or 1.0
-    parts = sorted(found.accounts.items(), key=lambda part: -part[1])
-    words = ", ".join(f"{name} {share_text(seconds / whole)}" for name, seconds in parts if seconds >= 0.01 * whole)
-    shown = found.causes[: 1 + _FURTHER]
-    explained = sum((found.steps or 0) * cause.lost_s if cause.per_step else cause.lost_s for cause in shown)
-    named = f"the causes above explain {share_text(min(1.0, explained / whole))}" if found.causes else "no cause named"
-    return f"Of {duration_text(1e6 * whole)}: {words}; {named}."

@@ -44,6 +44,8 @@ _STALL = 0.5
 """Of a step: what is longer than the usual one by so much is a stall."""
 _RECORDED = 2.0
 """How much more may be saved by what is only inferred."""
+_PATTERN = 0.6
+"""Part of the whole allreduce from which on its growth, or its stalls, are named in its place."""
 _CHECKED = "saving, evaluation, logging"
 
 
@@ -75,7 +77,8 @@ class StepCauses:
 class _Candidate:
     """What may be a cause: ``less`` and ``exchange`` are what ``StepTable.without`` takes.
 
-    ``recorded``: it was recorded by its name, and goes before what is inferred.
+    ``recorded``: it was recorded by its name, and goes before what is inferred. ``before``: seconds that the steps of
+    the warm-up do not need then.
     """
 
     kind: str
@@ -88,10 +91,11 @@ class _Candidate:
     ranks: tuple[int, ...] = ()
     once: bool = False
     recorded: bool = False
+    before: float = 0.0
 
     def saves(self, job: StepTable) -> float:
-        """Seconds in all of the steps."""
-        return job.total_s - job.without(self.less, self.exchange).total_s
+        """Seconds in all of the steps, those of the warm-up with ``before``."""
+        return job.total_s - job.without(self.less, self.exchange).total_s + self.before
 
 
 def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = None) -> StepCauses:
@@ -145,6 +149,9 @@ def _by_saving(whole: StepTable, launched: JobLaunch | None) -> list[Cause]:
         if not candidates:
             break
         best = max(candidates, key=lambda one: one.saves(job) * (_RECORDED if one.recorded else 1.0))
+        if best.kind == "exchange":  # what is longer at times, or more and more, says more than the whole of it
+            patterns = [one for one in candidates if not one.less and one is not best]
+            best = next((one for one in patterns if one.saves(job) >= _PATTERN * best.saves(job)), best)
         found.append(_cause(best, best.saves(job), best.saves(whole) if found else None, whole))
         job = job.without(best.less, best.exchange)
     return found
@@ -234,9 +241,11 @@ def _late(job: StepTable, part: str, rows: list[int], less: Floats, at: When) ->
         f"{share_text(float((lost > 0.5 * lost.mean()).mean()))} of {job.steps} steps{each}{seen}"
     )
     least = _LEAST["rare" if at.kind == "rare" and kind == "random-late" else "late"]
+    steps, before = _from_start(job, at)
     return _Candidate(
-        {"first": "first-steps", "growing": "growth"}.get(at.kind, kind), f"{who} {words}{at.words()}.", evidence,
+        {"first": "first-steps", "growing": "growth"}.get(at.kind, kind), f"{who} {words}{steps}.", evidence,
         advice.format(who=named(ranks, 0).lower()), least, {part: less}, ranks=ranks, once=at.kind == "first",
+        before=before,
     )  # fmt: skip
 
 
@@ -367,7 +376,29 @@ def _everywhere(job: StepTable) -> Iterator[_Candidate]:
         spread = 1.4826 * float(np.median(np.abs(seconds - usual)))
         heavy = np.where(seconds - usual > max(_STALL * job.step_s_usual, 6 * spread), seconds - usual, 0.0)
         if heavy.any():
-            yield _shared(job, part, "stall", heavy)
+            yield _shared(job, part, "first" if _goes_on_from_warmup(job, heavy) else "stall", heavy)
+
+
+def _in_warmup(job: StepTable, each: float) -> float:
+    """Seconds that the warm-up lost, at the most ``each`` in a step, as the steps behind it did."""
+    steps = min(job.recorded) - job.steps
+    return max(0.0, min(job.first[0] - steps * job.step_s_usual, steps * each))
+
+
+def _from_start(job: StepTable, at: When) -> tuple[str, float]:
+    """In which steps of the job something is, and what the warm-up's steps lost by it."""
+    if at.kind != "first":
+        return at.words(), 0.0
+    warmup = min(job.recorded) - job.steps
+    return f" in the first {warmup + at.steps} steps", _in_warmup(job, at.each)
+
+
+def _goes_on_from_warmup(job: StepTable, lost: Floats) -> bool:
+    """Whether steps of the warm-up and the first ones behind it are longer, and no other."""
+    long = np.flatnonzero(lost)
+    begins = long[-1] == len(long) - 1
+    each = float(lost[long].mean())
+    return bool(begins) and _in_warmup(job, each) >= 0.5 * (min(job.recorded) - job.steps) * each
 
 
 def _trend(seconds: Floats, step: float) -> tuple[str, Floats] | None:
@@ -412,6 +443,8 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
     several = len(job.numbers) > 1
     s = "" if several else "s"
     at = lateness.when(lost)
+    warmup = min(job.recorded) - job.steps
+    until = warmup + int(np.flatnonzero(lost).max()) + 1
     rarely = f"{at.words()} for {_ms(at.each)}" if words == "stall" else ""
     verb = {
         "between": f"{who} pause{s} between two steps{rarely}",
@@ -430,10 +463,9 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         first, last = (float(np.median(tenth)) for tenth in np.array_split(steps, 10)[::9])
         evidence = f"a step took {_ms(first)} at first and {_ms(last)} at the end"
     else:
-        until = np.flatnonzero(lost).max() + 1
-        evidence = f"{_ms(lost[lost > 0].mean())} longer in the first {until} of {job.steps} steps"
+        evidence = f"{_ms(lost[lost > 0].mean())} longer in the first {until} of {warmup + job.steps} steps"
     tail = {
-        "growth": ", more with every step", "first": at.words() or " in the first steps", "stall": "",
+        "growth": ", more with every step", "first": f" in the first {until} steps", "stall": "",
         "last": f" in the last {np.count_nonzero(lost)} steps",
     }[words]  # fmt: skip
     advice = {
@@ -448,6 +480,8 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         "input-everywhere": SENTENCES["input-everywhere"][1],
         "exchange": "Look at the network at these times: other jobs, a link that is down, connections made anew.",
     }[kind]
+    if kind == "growth" and part == "exchange":
+        advice = "Look for what is sent more of with every step (metrics, lists, rows of a table), and at the network."
     return _Candidate(
         kind,
         f"{verb}{tail}.",
@@ -457,6 +491,7 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         less,
         exchange,
         once=kind == "first-steps",
+        before=_in_warmup(job, float(lost[lost > 0].mean())) if kind == "first-steps" else 0.0,
     )
 
 
@@ -503,11 +538,12 @@ def _input_everywhere(job: StepTable) -> Iterator[_Candidate]:
     at = lateness.when(less.max(axis=0))
     kind = {"first": "first-steps", "growing": "growth"}.get(at.kind, "input-everywhere")
     on = f" on the middle rank, {_ms(seen + scattered)} on the last one" if len(values) > 1 else ""
+    steps, before = _from_start(job, at)
     yield _Candidate(
-        kind, f"{who[:-1]}{at.words()}.",
+        kind, f"{who[:-1]}{steps}.",
         f"{_ms(seen)} for each batch{on}, of {_ms(job.step_s)} a step",
         SENTENCES["input-everywhere"][1],
-        _LEAST["input-everywhere"], {"input": less}, once=at.kind == "first",
+        _LEAST["input-everywhere"], {"input": less}, once=at.kind == "first", before=before,
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def _begin_explained(directory: Path, job: LaunchPlan) -> None:
 def _explanation(paths: Sequence[Path]) -> str:
     """What is said of a job, some lines; ``paths``: the directory of --explain-job first, then its other recordings."""
     from hvdkit.read.explain import explain
-    from hvdkit.read.explain.results import lines
+    from hvdkit.read.explain.cli import lines
 
     if not any((paths[0] / _STEPS).glob(_STEP_FILES)):
         return (

@@ -203,6 +203,7 @@ def _in_one_sentence(path: Path, name: str = "") -> Iterator[None]:
 
 
 def _array_in(file: Any, name: str, path: Path) -> Any:
+    """The array of a name in an open file of this path, with its samples in its rows; a DataError where it has none."""
     with _in_one_sentence(path, name):
         found = file.get(name)
         if not hasattr(found, "dtype") or not hasattr(found, "chunks"):

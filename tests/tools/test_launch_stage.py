@@ -241,6 +241,10 @@ def staged(own, prefix, name="key"):
     return own / name
 
 
+def aged(place, seconds):
+    os.utime(place, (time.time() - seconds,) * 2)
+
+
 def test_a_directory_that_is_not_ones_own_is_refused(own, tmp_path, monkeypatch):
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     own.chmod(0o770)
@@ -263,6 +267,7 @@ def test_a_copy_counts_only_while_it_is_whole(own, tmp_path):
     place = staged(own, tmp_path)
     assert stage.has(place) and not stage.has(own / "other")
     (place / "bin" / "tool").unlink()
+    aged(place, 3601)
     assert not stage.has(place) and not list(own.iterdir())
     with pytest.raises(SystemExit), stage.making(place, tmp_path) as part:
         assert part.parent == own
@@ -277,10 +282,42 @@ def test_the_copy_of_the_job_that_was_sooner_stays(own, tmp_path):
     assert stage.has(own / "key") and (own / "key/bin/tool").exists() and len(list(own.iterdir())) == 1
 
 
-def test_only_what_no_job_asked_for_lately_is_removed(own, tmp_path):
-    for name in ("old", "recent"):
-        staged(own, tmp_path, name)
-    os.utime(own / "old", (time.time() - 40 * 86_400,) * 2)
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    """One process that uses the copy "used", and one of another user."""
+    directory = tmp_path / "proc"
+    (directory / "12").mkdir(parents=True)
+    (directory / "13").mkdir()
+    (directory / "12/environ").write_text(f"A=b\0PATH=/x:{tmp_path}/hvdkit-stage-1/used/bin:/y\0")
+    (directory / "12/cmdline").write_text(f"/x/mpirun\0{tmp_path}/hvdkit-stage-1/typed/bin/python\0")
+    monkeypatch.setattr(stage, "_PROCESSES", directory)
+
+
+@pytest.mark.usefixtures("processes")
+def test_only_what_nobody_uses_and_no_job_asked_for_lately_is_removed(own, tmp_path):
+    for name in ("old", "recent", "used", "typed"):
+        aged(staged(own, tmp_path, name), 29 * 86_400 if name == "recent" else 40 * 86_400)
     (own / "link").symlink_to(tmp_path)
     stage.clean(own)
-    assert sorted(path.name for path in own.iterdir()) == ["link", "recent"]
+    assert sorted(path.name for path in own.iterdir()) == ["link", "recent", "typed", "used"]
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(("name", "age_s"), [("used", 40 * 86_400), ("typed", 40 * 86_400), ("recent", 60)])
+def test_a_damaged_copy_that_another_job_may_use_stays_and_the_job_is_refused(own, tmp_path, name, age_s):
+    place = staged(own, tmp_path, name)
+    (place / "bin" / "tool").write_text("other")
+    aged(place, age_s)
+    with pytest.raises(LaunchError, match="was changed since it was staged, and another job may use it"):
+        stage.has(place)
+    assert (place / "bin").is_dir()
+
+
+def test_what_a_killed_job_left_is_removed_after_an_hour_unless_it_is_being_made(own, tmp_path):
+    for name in ("key.part-1", "gone-1", "key.part-new", "gone-new"):
+        (own / name / "bin").mkdir(parents=True)
+        aged(own / name, 60 if name.endswith("new") else 3601)
+    with stage.making(own / "key", tmp_path) as part:
+        aged(part, 3601)
+        stage.clean(own)
+        assert sorted(path.name for path in own.iterdir()) == sorted(["key.part-new", "gone-new", part.name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import platform
@@ -42,6 +43,8 @@ _PIECE = 8 << 20
 """Bytes that go over the network at a time: enough for MPI to send a part while it receives the next."""
 _UNUSED_S = 30 * 86400.0
 """Seconds since a job asked for a copy, or began one, after which it may be removed: no job runs for longer."""
+_RECENT_S = 3600.0
+"""Seconds for a job to start its ranks once it has asked for a copy; until then no other removes it."""
 _NAME_THE_PREFIX = ("bin/*", "lib*/python*/site-packages/*.pth", "lib*/python*/site-packages/__editable__*.py")
 """Files that may name the environment's own place; scripts in ``bin`` do in their first line."""
 _SHARED = (
@@ -49,7 +52,7 @@ _SHARED = (
     *("weka", "gfs2", "ocfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs"),
 )
 """What the names of file systems begin with that hosts share."""
-_MOUNTS = Path("/proc/self/mounts")
+_MOUNTS, _PROCESSES = Path("/proc/self/mounts"), Path("/proc")
 
 
 # The job
@@ -334,25 +337,64 @@ def prepare(store: Path) -> None:
 
 
 def has(place: Path) -> bool:
-    """Whether a copy is there and whole: something that cleans ``/tmp`` may have taken a part. If so, it is removed."""
+    """Whether a copy is there and whole: something that cleans ``/tmp`` may have taken a part. If so, it is removed.
+
+    Raises:
+        LaunchError: it is not whole, and another job may use it.
+    """
     if not place.exists():
         return False
     mark = place / _MARK
     if mark.exists() and mark.read_text(encoding="ascii", errors="replace") == key(place)[0]:
         os.utime(place)
         return True
+    if _age(place) < _RECENT_S or place.name in _in_use(place.parent):
+        raise LaunchError(
+            f"{place} was changed since it was staged, and another job may use it; end that one and remove the "
+            "directory, or give another one with --stage-dir."
+        )
     _remove(place)
     return False
 
 
 def clean(store: Path) -> None:
-    """Remove copies that no job asked for lately, and what a killed job left."""
+    """Remove copies that no process uses and no job asked for lately, and what a killed job left."""
+    used = _in_use(store)
     for place in store.iterdir():
         if place.is_symlink() or not place.is_dir():
             continue
-        with contextlib.suppress(FileNotFoundError):  # another job does the same
-            if time.time() - place.stat().st_mtime > _UNUSED_S:
-                _remove(place)
+        left = ".part-" in place.name or place.name.startswith("gone-")
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another job does the same, or makes it
+            if place.name not in used and _age(place) > (_RECENT_S if left else _UNUSED_S):
+                with _locked(place):
+                    _remove(place)
+
+
+def _age(place: Path) -> float:
+    """Seconds since a job asked for a copy."""
+    return time.time() - place.stat().st_mtime
+
+
+def _in_use(store: Path) -> set[str]:
+    """Names of the copies that processes of this user have in their variables or command lines."""
+    within = re.compile(re.escape(os.fsencode(store)) + rb"/([^/:\0]+)")
+    found: set[str] = set()
+    for name in ("environ", "cmdline"):
+        for file in _PROCESSES.glob(f"[0-9]*/{name}"):
+            with contextlib.suppress(OSError):  # ended, or another user's
+                found.update(map(os.fsdecode, within.findall(file.read_bytes())))
+    return found
+
+
+@contextlib.contextmanager
+def _locked(place: Path) -> Iterator[None]:
+    """Hold a directory; BlockingIOError where another process does."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove(place: Path) -> None:
@@ -376,17 +418,18 @@ def making(place: Path, prefix: Path) -> Iterator[Path]:
     part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{place.name}.part-"))
     old = re.compile(re.escape(os.fsencode(prefix)) + rb"(?![\w.+-])")
     try:
-        yield part
-        for file in (file for pattern in _NAME_THE_PREFIX for file in part.glob(pattern)):
-            text = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
-            if b"\0" not in text and old.search(text) is not None:
-                file.write_bytes(old.sub(lambda _: os.fsencode(place), text))
-        (part / _MARK).write_text(key(part)[0], encoding="ascii")
-        try:
-            part.rename(place)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
+        with _locked(part):
+            yield part
+            for file in (file for pattern in _NAME_THE_PREFIX for file in part.glob(pattern)):
+                text = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
+                if b"\0" not in text and old.search(text) is not None:
+                    file.write_bytes(old.sub(lambda _: os.fsencode(place), text))
+            (part / _MARK).write_text(key(part)[0], encoding="ascii")
+            try:
+                part.rename(place)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
     finally:
         if part.exists():
             shutil.rmtree(part)

@@ -151,6 +151,7 @@ class Speed(Document, frozen=True):
     """
 
     kind = "bench-synthetic"
+    schema = 2
     written_by = "hvdkit bench synthetic --json"
 
     found: BenchmarkSettings

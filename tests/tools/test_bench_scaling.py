@@ -1,6 +1,7 @@
 """``hvdkit bench scaling`` on jobs that are only numbers: what it measures, keeps, finds and says."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -343,11 +344,20 @@ def test_the_file_is_as_its_schema_says(start, marks):
     assert not fitting({**saved(), "host": "node17"})
 
 
-def test_a_script_that_was_changed_is_another_measurement(start, capsys):
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [("train.py", ["train.py"]), ("code/train.py", [sys.executable, "-m", "code.train"]), ("./run", ["./run"])],
+    ids=["script", "module", "program"],
+)
+def test_a_script_that_was_changed_is_another_measurement(start, capsys, file, command):
     start(Machine(amdahl))
-    assert bench() == 0
-    Path("train.py").write_text("changed = True")
-    assert bench() == 2
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text("#!/bin/sh")
+    Path(file).chmod(0o755)
+    words = ["bench", "scaling", "-n", "1,2", "--repeats", "1", "-o", "results.json", "--", *command]
+    assert cli.run(words) == 0 and cli.run(words) == 0
+    Path(file).write_text("changed = True")
+    assert cli.run(words) == 2
     assert "measurements with script" in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -33,8 +34,8 @@ class ScalingAsked(Part, frozen=True):
         mode: "strong" (every number of ranks does the same work in all) or "weak" (each rank does the same work).
         repeats: jobs at each number of ranks, > 0.
         warmup_steps: first steps of each job that are left out.
-        script: SHA-256 of the Python file or shell script in the command, so that a changed one is another measurement;
-            None without one.
+        script: SHA-256 of the script, module or program in the command, so that a changed one is another measurement;
+            None where it names no file. Modules that it imports are not in it.
     """
 
     command: tuple[str, ...]
@@ -98,8 +99,16 @@ def describe(asked: ScalingAsked, here: Sequence[Here]) -> Subject:
     """
     hidden = _hider(here)
     command, options = tuple(map(hidden, asked.command)), tuple(map(hidden, asked.options))
-    scripts = [Path(word) for word in asked.command if word.endswith((".py", ".sh")) and Path(word).is_file()]
-    script = hashlib.sha256(scripts[0].read_bytes()).hexdigest() if scripts else None
+    words = [*asked.command[1:], asked.command[0]]
+    for option, name in itertools.pairwise(asked.command):
+        if option == "-m":
+            module = Path(*name.split("."))
+            words[:0] = [str(module.with_suffix(".py")), str(module / "__main__.py")]
+    # a script or module, else the program itself where it is named by its path
+    scripts = [word for word in words if word.endswith((".py", ".sh")) or (word == asked.command[0] and "/" in word)]
+    script = next(
+        (hashlib.sha256(Path(word).read_bytes()).hexdigest() for word in scripts if Path(word).is_file()), None
+    )
     where, launches = look_around(here)
     told = msgspec.structs.replace(asked, command=command, options=options, script=script)
     return told, where, launches, _notes(here)

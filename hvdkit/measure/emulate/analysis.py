@@ -226,12 +226,13 @@ def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow]
     if missing:
         notes.append(f"Left out where a size has too few samples: {', '.join(missing)}; some size has {fewest}.")
     usual, skew_s = overall.p50_s.value, overall.skew_s or 0.0
-    if usual > 0 and skew_s > _MUCH_SKEW * usual:
+    # the root of a broadcast waits for nobody, so that its ranks' times do not tell who came late
+    if asked.collective != BROADCAST and usual > 0 and skew_s > _MUCH_SKEW * usual:
         latest = max(ranks, key=lambda row: row.latest)
-        who = f"; rank {latest.rank} comes last most often, in {share_text(latest.latest)}"
         notes.append(
             f"The ranks arrive {1000 * skew_s:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
-            f"most of the delay is waiting for late ranks, not transfer{who if asked.collective != BROADCAST else ''}."
+            f"most of the delay is waiting for late ranks, not transfer; rank {latest.rank} comes last most often, in "
+            f"{share_text(latest.latest)}."
         )
     if not asked.check:
         notes.append("The results of the collectives were not checked (--no-check).")

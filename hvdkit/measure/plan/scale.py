@@ -107,6 +107,7 @@ class PlannedScale(Document, frozen=True):
     """
 
     kind = "plan-scale"
+    schema = 2
     written_by = "hvdkit plan scale --json"
     times = frozenset(_TIMES)
 

@@ -261,6 +261,9 @@ def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool]]:
         if case.role(call) == Role.WARMUP and case.name(call).startswith("horovod"):
             if scales or case.has_size(*call.args[:1]):  # else it reaches the optimizer's own rate
                 yield call.lineno, True
+        elif method(call) == "add_argument" and "lr" in ast.unparse(call.args[0] if call.args else call):
+            if scales:
+                yield call.lineno, True
         elif _is_schedule(case, call, case.name(call) or ast.unparse(call.func)):
             yield call.lineno, scales
         elif method(call) in ("assign", "set_value") and re.search(r"\blr\b|learning_rate", ast.unparse(call)):

@@ -322,7 +322,7 @@ def _counted(gpus: tuple[str, ...]) -> str:
 def _unseen_gpus(facts: DoctorFacts) -> Words:
     """There are GPUs and a framework sees none: it is built without, they are hidden, or the driver does not fit."""
     for name, devices in facts.devices.items():
-        if not facts.host.gpus or devices.gpus:
+        if not facts.host.gpus or devices.gpus or (devices.failure and not devices.build):
             continue
         hiding = next((variable for variable in _VISIBLE if facts.environ.get(variable) in ("", "-1")), None)
         level, said = "warning", f": {devices.failure.message}" if devices.failure else ""
@@ -332,7 +332,7 @@ def _unseen_gpus(facts: DoctorFacts) -> Words:
             "devices through."
         )
         if not devices.build:
-            reason = f"It is a build without GPU support{said}."
+            reason = "It is a build without GPU support."
             fix = f"Install a build of {TITLES[name]} for the GPU, then: 'hvdkit install --gpu nccl --force'."
         elif hiding:
             level = "info"
@@ -347,6 +347,19 @@ def _unseen_gpus(facts: DoctorFacts) -> Words:
             "reason": reason,
             "fix": fix,
         }
+
+
+@CHECKS.row(
+    "devices-{name}",
+    "warning",
+    "{title} cannot say which devices it sees: {message}.",
+    "A script that chooses its device the usual way stops the same way.",
+    "Reinstall {title}, or the GPU driver it was built for.",
+)
+def _unknown_devices(facts: DoctorFacts) -> Words:
+    for name, devices in facts.devices.items():
+        if devices.failure and not devices.build:
+            yield {"name": name, "title": TITLES[name], "message": devices.failure.message}
 
 
 @CHECKS.row(

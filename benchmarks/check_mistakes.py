@@ -191,6 +191,14 @@ def undistributed(text):
             yield lambda call=call: text.replace(call, call.args[0])
 
 
+@mistake("distributed-twice", "the wrapper is put around its own result")
+def twice(text):
+    for call in text.calls(*WRAPPERS):
+        if call.args and not text.is_statement(call):
+            inner = ast.Call(call.func, list(call.args), list(call.keywords))
+            yield lambda call=call, inner=inner: call.args.__setitem__(0, inner)
+
+
 @mistake("gradients-not-averaged-yet", "gradients are clipped after backward")
 def early_clip(text):
     for call in text.calls("backward") if _is_horovods(text) else []:
@@ -237,6 +245,13 @@ def removed_argument(text):
         if any(one.arg == "optimizer" for one in call.keywords):
             old = ast.keyword("experimental_run_tf_function", ast.Constant(False))
             yield lambda call=call, old=old: call.keywords.append(old)
+
+
+@mistake("resume-on-some-ranks", "the root alone backs up instead of saving")
+def backup_on_root(text):
+    for call in text.calls("ModelCheckpoint") if "horovod" in text.source else []:
+        if isinstance(call.func, ast.Attribute):
+            yield lambda call=call: setattr(call.func, "attr", "BackupAndRestore")
 
 
 # State ------------------------------------------------------------------------------------------------------------

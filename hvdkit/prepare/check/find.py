@@ -277,6 +277,25 @@ def _unwrapped_models(case: JudgedCase) -> Iterator[Event]:
             yield event
 
 
+def distributed_twice(case: JudgedCase) -> Iterator[Event]:
+    """Wrappers around what is wrapped already, and updates of averaged gradients by an optimizer that averages."""
+    for event in case.having(Role.DISTRIBUTE):
+        inner = event.node.args[0] if event.node.args else argument(event.node, "optimizer")
+        if event.reached and any(call is not event.node for call in case.having_made(inner, Role.DISTRIBUTE)):
+            yield event
+    for between, update in _passes(case):
+        if _is_synchronized(between) and not _skips_synchronizing(case, update.event):
+            yield update.event
+    for update in (one for one in case.updates if one.event.reached):
+        optimizers = case.having_made(update.optimizer, Role.DISTRIBUTE)
+        made = case.having_made(update.gradients, Role.DISTRIBUTE, through=True)
+        tapes = [one for one in made if one not in optimizers]
+        ways = [event for event in case.events if event.node in [*optimizers, *tapes]]
+        conditional = any(not guard.wraps for event in ways for guard in event.guards)
+        if optimizers and tapes and not conditional:
+            yield update.event
+
+
 def _averages_in_step(case: JudgedCase, optimizer: ast.expr) -> bool:
     made = _distributors(case, optimizer)
     return any(case.name(call).startswith(_IN_STEP) and case.operations(call) != {"adasum"} for call in made)
@@ -392,6 +411,13 @@ def _is_loaded_later(case: JudgedCase, event: Event) -> bool:
         if not is_sent and not given & {Role.BROADCAST, Role.COLLECTIVE}:
             return True
     return False
+
+
+def lone_backups(case: JudgedCase) -> Iterator[Event]:
+    """``BackupAndRestore`` on some ranks only: the others do not go on where it does."""
+    for event in case.named(steps.BACKUP):
+        if not steps.has_own_path(case, event.node) and steps.where_it_writes(case, event) == "some ranks":
+            yield event
 
 
 # Versions -------------------------------------------------------------------------------------------------------------

@@ -121,6 +121,14 @@ RULES = (
         find.not_distributed,
     ),
     Rule(
+        "distributed-twice",
+        "gradients that are averaged already are averaged once more here",
+        "each step pays for communication twice, and with op=Sum the gradients are wrong",
+        "distribute the optimizer or the tape, once; after Horovod's optimizer.synchronize(), step inside `with "
+        "optimizer.skip_synchronize():`",
+        find.distributed_twice,
+    ),
+    Rule(
         "gradients-not-averaged-yet",
         "`{}` works on gradients that are this rank's own: Horovod's optimizer averages them in step()",
         "every rank clips or scales another part, while it may be on its way: the model is not that of one process",
@@ -189,6 +197,14 @@ RULES = (
         "write it under `if hvd.rank() == 0:`, or use hk.Checkpoints; BackupAndRestore, which every rank must restore: "
         "give each rank a directory of its own, or train with hvdkit.keras, whose fit takes care of such callbacks",
         _blamed(6),
+    ),
+    Rule(
+        "resume-on-some-ranks",
+        "`{}` is given to some ranks only",
+        "these ranks go on from the backup, in its epoch, and the others begin anew and wait for steps that never come",
+        "give it to every rank, each with a directory of its own; or train with hvdkit.keras, whose fit lets the root "
+        "back up and restores all ranks",
+        find.lone_backups,
     ),
     Rule(
         "dataset-not-sharded",

@@ -45,7 +45,8 @@ _STATE = {
 _LOADS = {"load_state_dict", "load_weights", "set_weights"}
 _OWN_FILES = ("io.BytesIO", "tempfile.mk", "tempfile.Named", "tempfile.Temporary", "tempfile.Spooled")
 _SAVES = {"torch.save", "torch.jit.save", "tensorflow.saved_model.save", "keras.models.save_model"}
-_KERAS_WRITERS = ("keras.callbacks.ModelCheckpoint", "keras.callbacks.BackupAndRestore")
+BACKUP = "keras.callbacks.BackupAndRestore"
+_KERAS_WRITERS = ("keras.callbacks.ModelCheckpoint", BACKUP)
 _PATHS = (
     "f", "filepath", "path", "directory", "backup_dir", "checkpoint_dir", "export_dir", "file_prefix", "save_path",
 )  # fmt: skip
@@ -408,7 +409,7 @@ def _checkpoint(case: DataCase) -> Verdict:
     kept += [event for event in case.having(Role.FIT) if argument(event.node, "checkpoint_dir") is not None]
     states: dict[str, list[Event]] = {state: [] for state in _STATES}
     for event in once(event for event in case.events if _writes(case, event.node) and not case.is_locked(event)):
-        states[_where_it_writes(case, event)].append(event)
+        states[where_it_writes(case, event)].append(event)
     if everywhere := states["every rank"]:
         return _missing(case.lines(everywhere), "a checkpoint is written by every rank")
     if lines := case.lines([*kept, *states["some ranks"]]):
@@ -437,13 +438,17 @@ def _writes(case: DataCase, call: ast.Call) -> bool:
     return keras and not any(maker.startswith("torch.") for maker in made)
 
 
-def _where_it_writes(case: DataCase, event: Event) -> str:
-    """Where a write happens, over all the ways to it: on every rank as soon as one way is open to all."""
-    call = event.node
+def has_own_path(case: DataCase, call: ast.Call) -> bool:
+    """Whether a rank is in the arguments that say where to write, those of the checkpoint object included."""
     given = [argument(call, name) for name in _PATHS]
     given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
     makers = [] if case.name(call) else [maker for maker in case.calls(receiver(call)) if ".train." in case.name(maker)]
-    if case.has_rank(*given, *(value for made in makers for value in arguments(made))):  # a path of its own
+    return case.has_rank(*given, *(value for made in makers for value in arguments(made)))
+
+
+def where_it_writes(case: DataCase, event: Event) -> str:
+    """Where a write happens, over all the ways to it: on every rank as soon as one way is open to all."""
+    if has_own_path(case, event.node):
         return "some ranks"
     states = {case.where(way) for way in case.events if way.node is event.node}
     statement = case.statement(event.node)

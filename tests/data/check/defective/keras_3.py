@@ -27,7 +27,7 @@ callbacks = [
 ]
 if hvd.rank() == 0:
     callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5", period=5))  # finds: removed
-    callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))
+    callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))  # finds: resume-on-some-ranks
     callbacks.append(tf.keras.callbacks.TensorBoard("logs", write_grads=True))  # finds: removed
 labels = np_utils.to_categorical(labels)  # finds: removed
 turned = ImageDataGenerator(rotation_range=8)  # finds: removed

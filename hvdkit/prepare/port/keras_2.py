@@ -22,6 +22,14 @@ def port(plan: PortPlan) -> None:
     plan.each(_rate, (event for event in case.events if case.is_keras_optimizer(event.node)))
     plan.each(_generator, case.methods("fit_generator", "evaluate_generator", "predict_generator"))
     plan.each(_file_of, case.named("keras.callbacks.ModelCheckpoint"))
+    for node in case.nodes:
+        match node:
+            case ast.ImportFrom(
+                module="keras.preprocessing.image", names=[ast.alias(name="ImageDataGenerator", asname=other)]
+            ):
+                alias = f" as {other}" if other else ""
+                with plan.sure(node):
+                    plan.edit("swap", node, f"from tensorflow.{node.module} import ImageDataGenerator{alias}")
 
 
 def _compile(plan: PortPlan, event: Event) -> None:

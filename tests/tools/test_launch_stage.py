@@ -81,6 +81,17 @@ def test_the_ranks_get_the_staged_python_and_its_variables():
     assert f"os.execv('{AT}/bin/python'" in quoted.command[-1]
 
 
+def test_the_run_names_editable_installs_which_stay_where_they_are(prefix):
+    packages = prefix / "lib/python3.11/site-packages"
+    (packages / "__editable__.mine.pth").write_text("import __editable___mine_finder\n")
+    (packages / "within.pth").write_text(f"{prefix}/src\nimport x\n")
+    left = stage.editable(prefix)
+    assert left == ("__editable__.mine.pth", "own.pth")
+    request = Request(8, ("python", "train.py"), launcher="mpirun", stage=replace(STAGED, left=left))
+    notes = plan.build(request, FACTS, COMMAND, QUIET).notes
+    assert "not staged, since the files lie outside of /venv: __editable__.mine.pth, own.pth." in notes
+
+
 def test_what_cannot_be_staged_is_one_sentence(capsys):
     request = Request(8, ("python", "train.py"), launcher="horovodrun", stage=STAGED)
     built = plan.build(request, FACTS, COMMAND, QUIET)
@@ -139,6 +150,8 @@ def prefix(tmp_path):
     (root / "bin").mkdir()
     (root / "bin" / "python3").symlink_to(outside / "python3")
     (root / "bin" / "python").symlink_to("python3")
+    (packages / "whole").symlink_to(root / "large")
+    (packages / "away").symlink_to("../../../../outside")
     (root / "bin" / "tool").write_text(f"#!{root}/bin/python\n")
     (root / "bin" / "tool").chmod(0o775)
     (root / "large").write_bytes(os.urandom(2 * stage._PIECE + 5))
@@ -185,6 +198,9 @@ def test_an_environment_arrives_as_it_was_and_names_its_new_place(prefix, tmp_pa
         assert (root / "large").read_bytes() == (prefix / "large").read_bytes()
         assert (root / "lib64").readlink() == Path("lib") and (root / "bin/python").readlink() == Path("python3")
         assert (root / "bin/python3").readlink() == tmp_path / "outside/python3"
+        assert (packages / "whole").resolve() == root / "large" and (
+            packages / "away"
+        ).readlink() == tmp_path / "outside"
         assert stat.S_IMODE((root / "bin/tool").stat().st_mode) == 0o775
         source, target = ((at / "large").stat().st_mtime for at in (prefix, root))
         assert int(source) == int(target)  # Python compares whole seconds with what it compiled

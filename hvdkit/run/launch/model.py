@@ -37,11 +37,13 @@ class Staged:
         prefix: absolute path of the environment.
         store: absolute path of the directory for copies, the same on every host.
         key: changes with the environment.
+        left: names of the files that point to what is not copied, since it lies elsewhere: editable installs.
     """
 
     prefix: Path
     store: Path
     key: str
+    left: tuple[str, ...] = ()
 
     @property
     def at(self) -> Path:

@@ -101,6 +101,9 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
     if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:
         notes.append("Horovod was built without MPI: under mpirun each process trains alone.")
+    if request.stage is not None and request.stage.left:
+        left = ", ".join(request.stage.left)
+        notes.append(f"not staged, since the files lie outside of {request.stage.prefix}: {left}.")
     return LaunchPlan(
         n=request.n,
         cores=facts.cores,

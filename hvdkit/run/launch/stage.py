@@ -74,7 +74,7 @@ def wanted(directory: Path | None) -> Staged:
         )
     store = (directory or Path(tempfile.gettempdir())).absolute() / f"hvdkit-stage-{os.geteuid()}"
     try:
-        return Staged(prefix, store, key(prefix, str(prefix))[0])
+        return Staged(prefix, store, key(prefix, str(prefix))[0], editable(prefix))
     except OSError as error:
         raise InvalidArgumentError(
             f"--stage cannot read the environment {prefix}: {error.strerror} ({error.filename}); repair it, or leave "
@@ -110,6 +110,17 @@ def key(prefix: Path, *more: str) -> tuple[str, int]:
                 what += (str(path.readlink()),)
             digest.update(repr(what).encode())
     return digest.hexdigest()[:16], total
+
+
+def editable(prefix: Path) -> tuple[str, ...]:
+    """Names of the ``.pth`` files of packages that lie outside of an environment: an editable install writes one."""
+    names = []
+    for file in sorted(prefix.glob("lib/python*/site-packages/*.pth")):
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        outside = (line.startswith("/") and not Path(line).is_relative_to(prefix) for line in lines)
+        if file.name.startswith("__editable__") or any(outside):
+            names.append(file.name)
+    return tuple(names)
 
 
 def request(job: LaunchPlan, asked: Request, staged: Staged, *, mpi4py: bool) -> Request:
@@ -407,7 +418,7 @@ def _remove(place: Path) -> None:
 @contextlib.contextmanager
 def making(place: Path, prefix: Path) -> Iterator[Path]:
     """A directory to unpack in, which takes its place when the block ends without an error; where another job was
-    sooner, that one's stays. Scripts and ``.pth`` files then name the new place.
+    sooner, that one's stays. Scripts, ``.pth`` files and links then name the new place.
 
     Args:
         place: where the copy is to lie.
@@ -420,6 +431,7 @@ def making(place: Path, prefix: Path) -> Iterator[Path]:
     try:
         with _locked(part):
             yield part
+            _relink(part, prefix)
             for file in (file for pattern in _NAME_THE_PREFIX for file in part.glob(pattern)):
                 text = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
                 if b"\0" not in text and old.search(text) is not None:
@@ -433,6 +445,18 @@ def making(place: Path, prefix: Path) -> Iterator[Path]:
     finally:
         if part.exists():
             shutil.rmtree(part)
+
+
+def _relink(part: Path, prefix: Path) -> None:
+    """Have links lead where they led to, and within the copy instead of within the environment."""
+    for directory, names, files in os.walk(part):
+        here = prefix / Path(directory).relative_to(part)
+        for link in filter(Path.is_symlink, (Path(directory, name) for name in (*names, *files))):
+            target = Path(os.path.normpath(here / link.readlink()))
+            inside = target.is_relative_to(prefix)
+            if link.readlink().is_absolute() is inside:
+                link.unlink()
+                link.symlink_to(os.path.relpath(target, here) if inside else target)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,31 @@ def test_the_command_line_on_one_machine_and_on_several(script):
     assert "--network-interface" not in words(elsewhere) and "-H" not in words(elsewhere)
 
 
+ONE_HOST = "a failed worker takes its host out for a while, and there is one host: the job stops and waits."
+FEW_SLOTS = "the hosts have fewer slots than --min-np 2: the job waits for more."
+
+
+@pytest.mark.parametrize(
+    ("n", "lines", "said"),
+    [
+        (2, ["localhost:2"], [ONE_HOST]),
+        (2, ["localhost:1"], [ONE_HOST, FEW_SLOTS]),
+        (2, ["localhost:1", "127.0.0.1:1"], []),
+        (1, ["localhost:1"], []),
+    ],
+)
+def test_what_will_stop_the_job_is_said_at_its_start(script, n, lines, said):
+    notes = asked(n, script(*lines)).notes
+    assert [note.startswith(text) for note, text in zip(notes, said, strict=True)] == [True] * len(said)
+
+
+def test_the_script_is_told_nothing_of_an_outer_jobs_place(script):
+    file = script("a:1' $RANK $HOROVOD_RANK $KEPT '")
+    request = Request(1, ("x",), host_discovery_script=file)
+    with pytest.raises(InvalidArgumentError, match="printed 'a:1 kept ' as line 1"):
+        horovodrun.elastic(request, {"RANK": "3", "HOROVOD_RANK": "3", "KEPT": "kept"})
+
+
 @pytest.mark.parametrize(
     ("n", "least", "most", "message"),
     [(2, 3, 4, "got 3, 2 and 4"), (5, 1, 4, "got 1, 5 and 4"), (2, 4, None, "got 4, 2 and 4")],

@@ -177,7 +177,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(request_, facts, message):
 
 
 def test_notes_say_when_ranks_share_cores_or_cannot_meet():
-    assert build().notes == ()
+    assert build().notes == () and build(replace(REQUEST, notes=("As read.",))).notes == ("As read.",)
     (shared,) = build(replace(REQUEST, n=9)).notes
     assert shared.startswith("9 processes share 8 cores")
     alone = replace(FACTS, horovod=Horovod(mpi=False, gloo=True))

@@ -22,6 +22,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import placement
 from hvdkit.run.launch.model import Host, LauncherLine, Setting
 from hvdkit.run.launch.options import Request
+from hvdkit.steps import launchers
 
 _NEEDS_SSH = (
     "horovodrun reaches other hosts by ssh: 'ssh HOST true' must work from here without a password, and this directory "
@@ -87,9 +88,18 @@ def elastic(request: Request, environ: Mapping[str, str]) -> Request:
     most = request.max_np or max(n, least)
     if not least <= n <= most:
         raise InvalidArgumentError(f"an elastic job needs --min-np <= -n <= --max-np, got {least}, {n} and {most}.")
-    hosts = discovered(script, {**environ, **request.variables})
+    hosts = discovered(script, {**launchers.without_place(environ), **request.variables})
     here = all(placement.is_here(host.name) for host in hosts)
-    return replace(request, launcher="horovodrun", hosts=() if here else hosts, min_np=least, max_np=most, elastic=True)
+    notes = request.notes
+    if len({host.name for host in hosts}) == 1 and n > 1:
+        notes += (
+            "a failed worker takes its host out for a while, and there is one host: the job stops and waits. Give each "
+            "worker a line of its own (localhost:1 and 127.0.0.1:1 are two hosts to Horovod).",
+        )
+    if sum(host.slots for host in hosts) < least:
+        notes += (f"the hosts have fewer slots than --min-np {least}: the job waits for more.",)
+    found: dict[str, Any] = {"hosts": () if here else hosts, "notes": notes}
+    return replace(request, launcher="horovodrun", min_np=least, max_np=most, elastic=True, **found)
 
 
 def discovered(script: Path, environ: Mapping[str, str]) -> tuple[Host, ...]:

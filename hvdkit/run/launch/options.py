@@ -144,6 +144,7 @@ class Request:
         hosts_chosen: the user named the hosts; otherwise they are those of the batch job, () for this machine alone.
         tuned_by: where each variable of ``tuned`` comes from, for ``--explain``: an option, or the file.
         elastic: ranks come and go.
+        notes: what the user should know of what was read, full sentences.
     """
 
     n: int = typed("-n", "-np", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks).")
@@ -345,6 +346,7 @@ class Request:
     hosts_chosen: bool = False
     tuned_by: Mapping[str, str] = field(default_factory=dict)
     elastic: bool = False
+    notes: tuple[str, ...] = ()
 
 
 OPTIONS = options_of(Request)

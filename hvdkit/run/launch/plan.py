@@ -95,7 +95,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         passed_on = line.pass_on(added, environ)
         settings += [passed_on] if passed_on.words else []
         words += passed_on.words
-    notes = list(line.notes)
+    notes = [*request.notes, *line.notes]
     if not elsewhere and request.n > facts.cores:
         cores = count_text(facts.cores, "core")
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")

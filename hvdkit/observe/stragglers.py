@@ -19,6 +19,8 @@ from hvdkit.steps.ranks import name_ranks
 
 LASTING = 3
 """Windows in a row after which something is taken to last."""
+_HIDDEN = 0.1
+"""Part of what ranks are behind, below which the job waits for a slower one meanwhile."""
 _SHARE = 0.1
 """Of a step: a rank that is less behind the median is not called slow."""
 _SPREADS = 4.0
@@ -168,7 +170,10 @@ class Scores:
         means = {name: float((self._behind[name][ranks] / windows).mean()) for name in self._measured}
         cause = self._cause(means)
         since = int(self._late.since[ranks].min())
-        cost = max(0.0, means["cost"])
+        behind = self._behind["cost"] / np.maximum(1, self._late.windows)
+        # Without these ranks a step waits for the next slowest one.
+        next_rank = int(np.argmax(np.where(np.isin(np.arange(len(behind)), ranks), -np.inf, behind)))
+        cost = max(0.0, float(behind.max() - max(0.0, behind[next_rank])))
         if of_host:
             who, rank = f"Host {self._hosts[ranks[0]]} ({name_ranks(ranks)})", None
         elif len(ranks) > 1:
@@ -184,7 +189,12 @@ class Scores:
             longer = means[cause] if cause in ("input", "compute") else means["gap"]
             doing = DOING[cause][several]
             text = f"{who} {doing}: {_ms(longer)} a step more than the median rank"
-        text += f" since step {since}; it costs the job {_ms(cost)} a step."
+        hidden = cost < _HIDDEN * means["cost"]
+        text += f" since step {since}; " + (
+            f"it costs nothing until rank {next_rank} is as fast as the others."
+            if hidden
+            else f"it costs the job {_ms(cost)} a step."
+        )
         return Report(step, "straggler", rank, cause, since, cost, text)
 
     def _cause(self, means: dict[str, float]) -> str:

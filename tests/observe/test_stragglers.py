@@ -61,6 +61,15 @@ class Job:
         return [report for _ in range(count) for report in self.window(**injected)]
 
 
+def test_of_two_slow_ranks_each_costs_what_mending_it_alone_saves():
+    job = Job(8)
+    job.windows(5)
+    reports = {report.rank: report for report in job.windows(3, input=(3, 0.03), compute=(5, 0.02))}
+    assert reports[3].cost == pytest.approx(0.01, rel=0.3)
+    assert reports[5].cost == pytest.approx(0.0, abs=1e-3)
+    assert reports[5].text.endswith("it costs nothing until rank 3 is as fast as the others.")
+
+
 @pytest.mark.parametrize("size", [2, 3, 8, 200])
 @pytest.mark.parametrize(("cause", "more"), [("input", 0.02), ("compute", 0.02)])
 def test_a_rank_that_becomes_slow_is_reported_once_within_three_windows(size, cause, more):

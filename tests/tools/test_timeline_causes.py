@@ -166,6 +166,12 @@ def test_of_a_single_step_nothing_is_claimed(tmp_path, kind):
     assert otherwise(summary).startswith("It cannot tell: there are no whole steps")
 
 
+def test_of_a_part_within_a_step_nothing_is_claimed_of_the_recording(tmp_path):
+    steps = [event for step in range(5) for event in allreduce(1, 1000 + 10_000 * step, 50)]
+    summary = summarize(write(tmp_path / "timeline.json", [*metadata(["w"]), *steps]), since=0.0, until=0.005)
+    assert otherwise(summary).endswith("in this part of the recording.")
+
+
 def test_an_old_horovod_that_counts_from_the_start_of_the_machine_is_read_from_that_of_the_file(tmp_path):
     up = 9 * 24 * 3600 * 1_000_000
     events = [{**event, "ts": event["ts"] + up} if "ts" in event else event for event in once(["a", "b", "c"])]

@@ -29,7 +29,9 @@ def causes(summary: TimelineSummary) -> list[Cause]:
 def otherwise(summary: TimelineSummary) -> str:
     """The verdict where no cause is worth a sentence."""
     steps = summary.steps
-    if steps is None or steps.duration is None or steps.idle is None or steps.duration.p50 <= 0:
+    if steps is not None and (steps.duration is None or steps.idle is None or steps.duration.p50 <= 0):
+        return "It cannot tell: fewer than three steps are in this part of the recording."
+    if steps is None or steps.duration is None or steps.idle is None:
         return (
             "It cannot tell: there are no whole steps in the recording, no tensor is reduced three times. Record more "
             "steps, and give each tensor the same name in all of them (name= of Horovod's calls)."

@@ -61,15 +61,16 @@ def _idle_gpu(summary: TraceSummary) -> list[Cause]:
     idle = [(rank, rank.gpu) for rank in summary.ranks if rank.gpu is not None]
     if not idle or len(idle) < len(summary.ranks):
         return []
-    rank, gpu = min(idle, key=lambda pair: pair[1].idle - pair[1].loading)
+    rank, gpu = min(idle, key=lambda pair: (pair[1].idle - pair[1].loading) / (pair[0].times.window or 1.0))
     lost = (gpu.idle - gpu.loading) / max(1, len(rank.steps))
     reason = max(_IDLE, key=lambda name: getattr(gpu, name))
     each = {"loading": "loading data", **{name: word for name, (word, _, _) in _IDLE.items()}}
     parts = ", ".join(
         f"{word} {duration_text(1e3 * getattr(gpu, name) / max(1, len(rank.steps)))}" for name, word in each.items()
     )
-    share = gpu.idle / (rank.times.window or 1.0)
-    who = "The GPU is idle for" if len(summary.ranks) == 1 else "Every GPU is idle for at least"
+    several = len(summary.ranks) > 1  # then the least that all have: what a loader costs may be another rank's
+    share = (gpu.idle - gpu.loading * several) / (rank.times.window or 1.0)
+    who = "Every GPU is idle for at least" if several else "The GPU is idle for"
     _, why, advice = _IDLE[reason]
     what = f"{who} {share_text(share)} of the time: {why.format(call=gpu.call)}."
     evidence = f"kernels and calls of a step, idle while {parts}"

@@ -61,9 +61,24 @@ def log(tmp_path, *rows, end="\n"):
 
 def test_a_log_whose_job_was_killed_gives_the_best_of_its_whole_rows(tmp_path):
     path = log(tmp_path, "1,0,0, 1,2.5,4.9,10", "0,0,0, 1,5,64,9.5", "0,0,0, 1,1,", end="")
-    best, _ = read(path)
+    best, *_ = read(path)
     assert (best.cycle_time_ms, best.fusion_threshold_bytes, best.hierarchical_allreduce) == (2.5, 5138022, True)
     assert best.cache_capacity is None, "with the cache on, its capacity stays Horovod's"
+
+
+def test_what_the_best_row_has_on_and_no_option_says_is_named(capsys, tmp_path):
+    path = str(log(tmp_path, "0,1,1, 1,2.5,4.9,10", "0,0,0, 1,5,64,9.5"))
+    notes = [
+        f"hvdkit launch: --tuned leaves out {name}, which its best row has on; give --env {name}=1."
+        for name in ("HOROVOD_HIERARCHICAL_ALLGATHER", "HOROVOD_TORUS_ALLREDUCE")
+    ]
+
+    def said(*words):
+        return [line for line in dry_run(capsys, "--tuned", *words)[3].splitlines() if "leaves out" in line]
+
+    assert said(path) == notes
+    assert said(path, "--env", "HOROVOD_TORUS_ALLREDUCE=1") == notes[:1]
+    assert said(str(LOG)) == []
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,9 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
     options.check_needs(typed)
     settled = {name: typed.get(name) for name in ("hosts", "tuned", "explain_job", "stage")}
     request = Request(command=command, **{name: value for name, value in typed.items() if name not in settled})
-    chosen, sources = tuned.choose(settled["tuned"], **{name: getattr(request, name) for name in tuned.OF_OPTIONS})
+    for_speed = {name: getattr(request, name) for name in tuned.OF_OPTIONS}
+    chosen, sources, left = tuned.choose(settled["tuned"], **for_speed)
+    left = tuple(sorted({*left} - {*request.variables}))
     if request.autotune_log is not None and sources:
         flag = next(iter(sources.values())).partition(":")[0]
         raise InvalidArgumentError(f"{flag} fixes what --autotune-log is to vary; give one of them.")
@@ -147,6 +149,7 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
         request,
         tuned=chosen,
         tuned_by=sources,
+        notes=tuple(f"--tuned leaves out {name}, which its best row has on; give --env {name}=1." for name in left),
         explain_job=(request.explain_dir or Path(f"hvdkit-job-{stamp}").absolute()) if settled["explain_job"] else None,
         stall_dir=request.stall_dir or Path(f"hvdkit-stall-{stamp}").absolute(),
         stage=stage.wanted(request.stage_dir) if settled["stage"] else None,

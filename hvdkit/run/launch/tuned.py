@@ -21,6 +21,8 @@ OF_OPTIONS = {
     "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
 }
 """The options of ``hvdkit launch`` that win over a tuned file, and the variables that they set."""
+_NOT_TAKEN = ("hierarchical_allgather", "torus_allreduce")
+"""What Horovod's autotuner tries, too, and no option says."""
 
 
 class Tuned(Part, frozen=True, omit_defaults=True):
@@ -80,8 +82,9 @@ def choose(
     fusion_threshold_mb: float | None,
     cache_capacity: int | None,
     hierarchical_allreduce: bool | None,
-) -> tuple[Tuned, dict[str, str]]:
-    """The settings of a file with those of the options over them, and where each variable comes from.
+) -> tuple[Tuned, dict[str, str], tuple[str, ...]]:
+    """The settings of a file with those of the options over them, where each variable comes from, and the variables
+    that the file has on besides.
 
     Args:
         path: see ``read``; None for no file.
@@ -89,7 +92,7 @@ def choose(
     Raises:
         InvalidArgumentError: see ``read``.
     """
-    found, source = (Tuned(), "") if path is None else read(path)
+    found, source, left = (Tuned(), "", ()) if path is None else read(path)
     options = Tuned(
         cycle_time_s=None if cycle_time_ms is None else cycle_time_ms / 1000,
         fusion_threshold_bytes=None if fusion_threshold_mb is None else round(fusion_threshold_mb * MIB),
@@ -100,11 +103,12 @@ def choose(
     flags = {variable: f"--{option.replace('_', '-')}" for option, variable in OF_OPTIONS.items()}
     sources.update({variable: flags[variable] for variable in options.variables()})
     given = {name: value for name, value in structs.asdict(options).items() if value is not None}
-    return structs.replace(found, **given), sources
+    return structs.replace(found, **given), sources, left
 
 
-def read(path: Path) -> tuple[Tuned, str]:
-    """The settings of a file of ``hvdkit tune``, or the best row of a log of Horovod's autotuner; and their source.
+def read(path: Path) -> tuple[Tuned, str, tuple[str, ...]]:
+    """The settings of a file of ``hvdkit tune``, or the best row of a log of Horovod's autotuner; their source; and the
+    variables for what that row has on besides.
 
     Args:
         path: JSON, or the CSV of HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB.
@@ -116,7 +120,7 @@ def read(path: Path) -> tuple[Tuned, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as tuned settings: {error}.") from error
     if text.lstrip().startswith("{"):
-        return json_files.decode(text, TunedFile, str(path), InvalidArgumentError).settings, str(path)
+        return json_files.decode(text, TunedFile, str(path), InvalidArgumentError).settings, str(path), ()
     lines = text.splitlines()
     names = [name.strip() for name in lines[0].split(",")] if lines else []
     if not {"cycle_time_ms", "tensor_fusion_threshold", "score"} <= set(names):
@@ -149,4 +153,5 @@ def read(path: Path) -> tuple[Tuned, str]:
         cache_capacity=0 if best.get("cache_enabled") == 0 else None,
         hierarchical_allreduce=None if hierarchical is None else hierarchical != 0,
     )
-    return found, f"line {-line} of {path}, the best of {len(rows)} (its fusion threshold is in MiB)"
+    left = tuple(f"HOROVOD_{name.upper()}" for name in _NOT_TAKEN if best.get(name))
+    return found, f"line {-line} of {path}, the best of {len(rows)} (its fusion threshold is in MiB)", left

@@ -188,9 +188,9 @@ def check_traces(directory, allreduce, capsys):
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     for rank in found["ranks"]:
         assert len(rank["steps"]) == 2
-        assert all(step[name] > 0 for step in rank["steps"] for name in ("data_s", "communication_s", "computation_s"))
+        assert all(step[name] > 0 for step in rank["steps"] for name in ("data_s", "computation_s"))
+        assert rank["times"]["communication_s"] > 0
         assert allreduce in [one["name"] for one in rank["operators"]]
-        assert rank["memory"][0]["peak"] > 0
     assert found["skew"]["collectives"] >= 2
     return {one["name"] for rank in found["ranks"] for one in rank["operators"]}
 

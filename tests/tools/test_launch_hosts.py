@@ -15,7 +15,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, options, placement, plan
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi
-from hvdkit.run.launch.options import Request
+from hvdkit.run.launch.options import OPTIONS, Request
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.LINES}
@@ -190,6 +190,18 @@ def test_threads_are_those_of_a_host_and_never_a_guess(options, threads):
 def test_srun_inside_an_srun_step_does_not_wait_for_its_cores():
     for step, added in (("0", {"SLURM_OVERLAP": "1"}), ("4294967290", {}), ("4294967291", {}), ("", {})):
         assert build({**QUIET, "SLURM_STEP_ID": step}, launcher="srun", ppn=4).added == added
+
+
+@pytest.mark.parametrize("launcher", ["mpiexec", "aprun", "srun"])
+def test_the_explanation_names_the_option_that_binds(launcher):
+    for given, option in (({"bind": "numa"}, "--bind numa"), ({"bind": "numa", "cpu_bind": "x"}, "--cpu-bind")):
+        assert f"{option}: the cores of each rank" in plan.explanation(build(launcher=launcher, **given))
+
+
+def test_under_horovodrun_depth_only_says_the_threads_as_its_help_says():
+    with_depth, without = (build(launcher="horovodrun", depth=depth, threads=4) for depth in (4, None))
+    assert with_depth.launcher == without.launcher
+    assert "(not horovodrun)" in OPTIONS["depth"].click["help"]
 
 
 def test_notes_name_what_other_hosts_need():

@@ -1,5 +1,6 @@
 """Facts in, command line and environment out: no process is started here."""
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,7 @@ YIELD = "--mca mpi_yield_when_idle 1"
         ({"bind": "core", "n": 3}, f"/venv/bin/mpirun -n 3 --map-by slot:PE=2 --bind-to core {YIELD}"),
         ({"bind": "socket"}, f"/venv/bin/mpirun -n 2 --map-by package --bind-to package {YIELD}"),
         ({"cpu_bind": "numa"}, f"/venv/bin/mpirun -n 2 --bind-to numa {YIELD}"),
+        ({"cpu_bind": "list:0-1", "bind": "core"}, f"/venv/bin/mpirun -n 2 --bind-to list:0-1 {YIELD}"),
         ({"mpi": OPEN_MPI_4, "bind": "socket"}, f"/usr/bin/mpirun -n 2 --map-by socket --bind-to socket {YIELD}"),
         ({"mpi": OPEN_MPI_4}, f"/usr/bin/mpirun -n 2 --bind-to none {YIELD}"),
         ({"mpi": MPICH}, "/opt/mpich/bin/mpirun -n 2 -bind-to none"),
@@ -69,6 +71,23 @@ YIELD = "--mca mpi_yield_when_idle 1"
 )
 def test_command_line_of_each_launcher(changes, expected):
     assert launcher_words(**changes) == expected
+
+
+@pytest.mark.parametrize("mpi", [OPEN_MPI_5, MPICH, INTEL])
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"bind": "core"}, {"--bind core"}),
+        ({"bind": "numa"}, {"--bind numa"}),
+        ({"bind": "numa", "depth": 2}, {"--bind numa", "--depth"}),
+        ({"bind": "core", "cpu_bind": "numa"}, {"--cpu-bind"}),
+        ({"bind": "core", "depth": 2}, {"--depth"}),
+        ({"depth": 2}, {"--depth"}),
+    ],
+)
+def test_the_explanation_names_the_option_that_binds(mpi, options, asked):
+    told = plan.explanation(build(replace(REQUEST, **options), replace(FACTS, mpi=mpi)))
+    assert set(re.findall(r"--bind \w+|--cpu-bind|--depth", told)) == asked
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def _aprun(request: Request, program: Path) -> LauncherLine:
 def _binding(request: Request, launcher: str) -> Setting:
     """What each rank is tied to, said to PALS or to ALPS, its predecessor."""
     if request.cpu_bind is not None:
-        return Setting("--cpu-bind: the cores of each rank on a host", words_of("cpu_bind", launcher, request.cpu_bind))
+        why = f"{request.binding}: the cores of each rank on a host"
+        return Setting(why, words_of("cpu_bind", launcher, request.cpu_bind))
     if request.depth is not None:
         why = "each rank is tied to the cores of its --depth, all of them"
         return Setting(why, words_of("cpu_bind", launcher, "depth"))
@@ -124,7 +125,7 @@ def _srun(request: Request, program: Path) -> LauncherLine:
         *_given("srun", "gpus_per_node", request.gpus_per_node, "--gpus-per-node"),
     ]
     if request.cpu_bind is not None:
-        settings += _given("srun", "cpu_bind", request.cpu_bind, "--cpu-bind: the cores of each rank on a host")
+        settings += _given("srun", "cpu_bind", request.cpu_bind, f"{request.binding}: the cores of each rank on a host")
     elif request.depth is not None:
         why = "each rank is tied to the cores of its --depth; by itself Slurm ties only ranks that fill their host"
         settings.append(Setting(why, ("--cpu-bind=cores",)))

@@ -86,7 +86,7 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
         slots = {host.slots for host in request.hosts}
         place = f"ppr:{slots.pop()}:node" if len(slots) == 1 else "slot"
     if request.depth is not None and request.cpu_bind is None:
-        why = f"--depth: each rank is tied to {request.depth} cores of its own"
+        why = f"{request.binding}: each rank is tied to {request.depth} cores of its own"
         words = ("--map-by", f"{place or 'slot'}:PE={request.depth}", "--bind-to", "core")
         settings.append(Setting(why, words))
     else:
@@ -99,7 +99,7 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
         elif request.n > facts.cores:
             why = f"{request.n} ranks on {facts.cores} cores, which Open MPI refuses otherwise"
             settings.append(Setting(why, ("--map-by", ":OVERSUBSCRIBE")))
-        settings.append(Setting("--bind or --cpu-bind" if request.cpu_bind else _UNTIED, ("--bind-to", tied)))
+        settings.append(Setting(request.binding if request.cpu_bind else _UNTIED, ("--bind-to", tied)))
     settings.append(
         Setting(
             "a rank that waits in MPI offers its core to others, to its own training thread first",
@@ -138,11 +138,11 @@ def _hydra(request: Request, mpi: Mpi) -> LauncherLine:
         settings.append(Setting("hosts, and the ranks that each may take", words))
     tied = "socket" if request.cpu_bind == "package" else request.cpu_bind
     if tied is not None and intel:  # it ties to a core whatever -bind-to says
-        settings.append(Setting("--cpu-bind", variables={"I_MPI_PIN_DOMAIN": tied}))
+        settings.append(Setting(request.binding, variables={"I_MPI_PIN_DOMAIN": tied}))
     elif tied is not None:
-        settings.append(Setting("--cpu-bind", ("-bind-to", tied)))
+        settings.append(Setting(request.binding, ("-bind-to", tied)))
     elif request.depth is not None:
-        why = f"--depth: each rank is tied to {request.depth} cores of its own"
+        why = f"{request.binding}: each rank is tied to {request.depth} cores of its own"
         settings.append(Setting(why, ("-bind-to", f"core:{request.depth}")))
     elif intel:
         settings.append(Setting(_UNTIED, variables={"I_MPI_PIN": "0"}))

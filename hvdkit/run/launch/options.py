@@ -180,7 +180,7 @@ class Request:
     depth: int | None = typed(
         type=AT_LEAST_1,
         metavar="D",
-        help="Cores per rank; each rank is bound to its cores.",
+        help="Cores per rank; each rank is bound to its cores (not horovodrun).",
         said={
             "mpiexec": ("--depth={}",),
             "aprun": ("-d", "{}"),
@@ -347,6 +347,13 @@ class Request:
     tuned_by: Mapping[str, str] = field(default_factory=dict)
     elastic: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def binding(self) -> str:
+        """The option that says what ranks are tied to."""
+        if self.bind != "none":
+            return f"--bind {self.bind}"
+        return "--depth" if self.cpu_bind is None else "--cpu-bind"
 
 
 OPTIONS = options_of(Request)

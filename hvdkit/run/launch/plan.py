@@ -167,7 +167,7 @@ def ranks_on_a_host(name: str, request: Request) -> int | None:
 
 
 def _with_bind(name: str, request: Request, facts: LaunchFacts) -> Request:
-    """The request with ``--bind`` said as ``--depth`` or ``--cpu-bind``."""
+    """The request with ``--bind`` said as ``--depth`` or ``--cpu-bind``; where these say it themselves, without it."""
     bind, words = request.bind, _BIND.get(name, {})
     if bind == "none":
         return request
@@ -179,7 +179,7 @@ def _with_bind(name: str, request: Request, facts: LaunchFacts) -> Request:
             "--bind none or fewer processes."
         )
     if request.cpu_bind is not None or (bind == "core" and request.depth is not None):
-        return request
+        return replace(request, bind="none")
     if bind in words:
         return replace(request, cpu_bind=words[bind])
     together = ranks_on_a_host(name, request)
@@ -299,7 +299,8 @@ def _threads(name: str, request: Request, facts: LaunchFacts, environ: Mapping[s
     elif environ.get("OMP_NUM_THREADS"):
         return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
     elif request.depth is not None:
-        threads, why = request.depth, "--depth: a thread for each core"
+        option = request.binding if request.cpu_bind is None else "--depth"
+        threads, why = request.depth, f"{option}: a thread for each core"
     elif together is None:
         return Setting("OMP_NUM_THREADS stays unset: the cores of a rank are not known here; say them with --depth")
     else:

@@ -561,6 +561,8 @@ def _few_cores(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candidat
         "Use fewer threads (--threads, fewer loader workers) or fewer ranks, and leave Horovod's own thread room; see "
         "that nothing else runs there."
     )  # fmt: skip
+    if launched is None:
+        what = "The ranks' threads wait for cores: there are too few, or other programs have them."
     shared = _sharing(job, range(len(job.numbers)))
     if launched is not None and all(cpus is not None and len(cpus) >= launched.cores for cpus in job.cpus):
         shared = None  # bound to all that there are

@@ -255,6 +255,13 @@ def test_of_a_monitors_history(tmp_path):
         diff(tmp_path / "a", monitored(tmp_path / "c", windows=1))
 
 
+def test_what_another_job_left_further_below_is_not_compared(tmp_path):
+    a, b = monitored(tmp_path / "a"), monitored(tmp_path / "b", wait=0.006)
+    for side in (a, b):
+        monitored(side / "run2")
+    assert diff(a, b).changes == diff(a / "metrics.jsonl", b / "metrics.jsonl").changes
+
+
 def test_of_bench_results_the_part_at_the_largest_number_of_ranks(tmp_path):
     a = benched(tmp_path / "a.json", {1: 4.0, 2: 2.0}, parts={"input": 0.01, "communication": 0.02})
     b = benched(tmp_path / "bb.json", {1: 4.0, 2: 3.0}, parts={"input": 0.01, "communication": 0.12})

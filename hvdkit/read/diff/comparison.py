@@ -125,7 +125,7 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
     for path in (a, b):
         if not files.exists(path):
             raise DataNotFoundError(f"No file or directory at {str(path)!r}; give two recordings of one kind.")
-    found = [find([path], (*READERS, LAUNCH)) for path in (a, b)]
+    found = [find([path], (*READERS, LAUNCH), nearest=True) for path in (a, b)]
     common = [kind for kind in READERS if all(kind in one for one in found)]
     if not common:
         held = [" and ".join(kind for kind in (*READERS, LAUNCH) if kind in one) or "no times" for one in found]

@@ -46,12 +46,13 @@ _MOST = 20_000
 """Files of a directory that are looked at."""
 
 
-def find(paths: Sequence[Path], kinds: Collection[str] = OF_A_JOB) -> dict[str, list[Path]]:
+def find(paths: Sequence[Path], kinds: Collection[str] = OF_A_JOB, *, nearest: bool = False) -> dict[str, list[Path]]:
     """What is there of a job: files, by what they are.
 
     Args:
         paths: files, and directories, which are searched.
         kinds: what counts; other files are none.
+        nearest: of each kind only what lies least deep: what another job left further below is not asked for.
     Raises:
         DataError: a file is no recording, or there is none in any directory.
         InvalidArgumentError: there are those of several jobs.
@@ -77,6 +78,10 @@ def find(paths: Sequence[Path], kinds: Collection[str] = OF_A_JOB) -> dict[str, 
             f"there is no recording of a job in {', '.join(printable(str(path)) for path in paths)}; record one with "
             "'hvdkit launch --explain-job -n 2 -- python train.py'."
         )
+    if nearest:
+        for what, found in sources.items():
+            depth = min(len(file.parts) for file in found)
+            sources[what] = [file for file in found if len(file.parts) == depth]
     _check_one_job(sources)
     return sources
 

@@ -44,7 +44,7 @@ _PIECE = 8 << 20
 _UNUSED_S = 30 * 86400.0
 """Seconds since a job asked for a copy, or began one, after which it may be removed: no job runs for longer."""
 _RECENT_S = 3600.0
-"""Seconds for a job to start its ranks once it has asked for a copy; until then no other removes it."""
+"""Seconds after which what a killed job has left is removed."""
 _NAME_THE_PREFIX = ("bin/*", "lib*/python*/site-packages/*.pth", "lib*/python*/site-packages/__editable__*.py")
 """Files that may name the environment's own place; scripts in ``bin`` do in their first line."""
 _SHARED = (
@@ -351,7 +351,7 @@ def has(place: Path) -> bool:
     """Whether a copy is there and whole: something that cleans ``/tmp`` may have taken a part. If so, it is removed.
 
     Raises:
-        LaunchError: it is not whole, and another job may use it.
+        LaunchError: it is not whole, and a process uses it.
     """
     if not place.exists():
         return False
@@ -359,10 +359,10 @@ def has(place: Path) -> bool:
     if mark.exists() and mark.read_text(encoding="ascii", errors="replace") == key(place)[0]:
         os.utime(place)
         return True
-    if _age(place) < _RECENT_S or place.name in _in_use(place.parent):
+    if place.name in _in_use(place.parent):
         raise LaunchError(
-            f"{place} was changed since it was staged, and another job may use it; end that one and remove the "
-            "directory, or give another one with --stage-dir."
+            f"{place} was changed since it was staged, and a process uses it; end that one first, or give another "
+            "directory with --stage-dir."
         )
     _remove(place)
     return False

@@ -13,6 +13,7 @@ its turn. Whatever the text does not settle is said to be undecided.
     trace.py           the calls in the order in which they run, with the conditions they run under
     case.py            a script as steps and rules see it: ranks, optimizers, loops over data
     parts.py           what each rank trains on
+    writes.py          where a checkpoint is written
     steps.py           the table of the eight steps, and what is said of each
     rules.py           the table of rules: a script in, lines out
     find.py            the functions of its rows; find_metrics.py and find_branches.py those of two large ones

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import find_branches, steps
+from hvdkit.prepare.check import find_branches, steps, writes
 from hvdkit.prepare.check.calls import argument, arguments, is_constant, makes_object, method, receiver, word
 from hvdkit.prepare.check.case import Case, Update
 from hvdkit.prepare.check.flow import everything
@@ -415,8 +415,8 @@ def _is_loaded_later(case: JudgedCase, event: Event) -> bool:
 
 def lone_backups(case: JudgedCase) -> Iterator[Event]:
     """``BackupAndRestore`` on some ranks only: the others do not go on where it does."""
-    for event in case.named(steps.BACKUP):
-        if not steps.has_own_path(case, event.node) and steps.where_it_writes(case, event) == "some ranks":
+    for event in case.named(writes.BACKUP):
+        if not writes.has_own_path(case, event.node) and writes.where_it_writes(case, event) == "some ranks":
             yield event
 
 

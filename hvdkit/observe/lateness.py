@@ -218,3 +218,34 @@ def named(ranks: Sequence[int], size: int, *, host: bool = False) -> str:
 def doing(kind: str, ranks: Sequence[int]) -> str:
     """What these ranks do that the others wait for; see ``DOING``."""
     return DOING[kind][len(ranks) > 1]
+
+
+def trend(seconds: Floats, least: float) -> tuple[str, Floats] | None:
+    """What a series loses by growing, or by its first or its last steps: "growth", "first" or "last"; by step."""
+    count = len(seconds)
+    if count < 40:
+        return None
+    tenths = np.array([np.median(part) for part in np.array_split(seconds, 10)])
+    if np.ptp(tenths) < least:
+        return None
+    if np.corrcoef(np.arange(10), tenths)[0, 1] >= 0.9 and np.diff(tenths).max() < 0.5 * np.ptp(tenths):
+        slope, _ = np.polyfit(np.arange(count), seconds, 1)
+        begin = float(tenths[0] - 0.05 * count * slope)
+        return "growth", np.maximum(0.0, seconds - max(0.0, begin))
+    if (first := _first(seconds, tenths)) is not None:
+        return "first", first
+    if (last := _first(seconds[::-1], tenths[::-1])) is not None:
+        return "last", last[::-1]
+    return None
+
+
+def _first(seconds: Floats, tenths: Floats) -> Floats | None:
+    """What the first steps take longer than the later ones, where the first tenths are apart from these; by step."""
+    for at in range(1, 7):
+        low = float(np.median(tenths[at:]))
+        if tenths[:at].min() - tenths[at:].max() >= 0.5 * (tenths[:at].max() - low) > 0:
+            middle = (float(np.median(tenths[:at])) + low) / 2
+            long = np.flatnonzero(seconds > middle)
+            until = int(long[long < (at + 1) * len(seconds) // 10].max()) + 1
+            return np.where(np.arange(len(seconds)) < until, np.maximum(0.0, seconds - low), 0.0)
+    return None

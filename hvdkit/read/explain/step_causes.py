@@ -367,7 +367,7 @@ def _everywhere(job: StepTable) -> Iterator[_Candidate]:
     series: dict[str, Floats] = {name: lower_median(part) for name, part in job.parts.items()}
     series["exchange"] = job.exchange
     for part, seconds in series.items():
-        trend = _trend(seconds, job.step_s)
+        trend = lateness.trend(seconds, _LEAST["first"] * job.step_s)
         if trend is not None:
             words, lost = trend
             yield _shared(job, part, words, lost)
@@ -399,37 +399,6 @@ def _goes_on_from_warmup(job: StepTable, lost: Floats) -> bool:
     begins = long[-1] == len(long) - 1
     each = float(lost[long].mean())
     return bool(begins) and _in_warmup(job, each) >= 0.5 * (min(job.recorded) - job.steps) * each
-
-
-def _trend(seconds: Floats, step: float) -> tuple[str, Floats] | None:
-    """What a series loses by growing, or by its first or its last steps: "growth", "first" or "last"; by step."""
-    count = len(seconds)
-    if count < 40:
-        return None
-    tenths = np.array([np.median(part) for part in np.array_split(seconds, 10)])
-    if np.ptp(tenths) < _LEAST["first"] * step:
-        return None
-    if np.corrcoef(np.arange(10), tenths)[0, 1] >= 0.9 and np.diff(tenths).max() < 0.5 * np.ptp(tenths):
-        slope, _ = np.polyfit(np.arange(count), seconds, 1)
-        begin = float(tenths[0] - 0.05 * count * slope)
-        return "growth", np.maximum(0.0, seconds - max(0.0, begin))
-    if (first := _first(seconds, tenths)) is not None:
-        return "first", first
-    if (last := _first(seconds[::-1], tenths[::-1])) is not None:
-        return "last", last[::-1]
-    return None
-
-
-def _first(seconds: Floats, tenths: Floats) -> Floats | None:
-    """What the first steps take longer than the later ones, where the first tenths are apart from these; by step."""
-    for at in range(1, 7):
-        low = float(np.median(tenths[at:]))
-        if tenths[:at].min() - tenths[at:].max() >= 0.5 * (tenths[:at].max() - low) > 0:
-            middle = (float(np.median(tenths[:at])) + low) / 2
-            long = np.flatnonzero(seconds > middle)
-            until = int(long[long < (at + 1) * len(seconds) // 10].max()) + 1
-            return np.where(np.arange(len(seconds)) < until, np.maximum(0.0, seconds - low), 0.0)
-    return None
 
 
 def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:

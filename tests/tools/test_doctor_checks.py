@@ -141,6 +141,7 @@ OLD = MpiLauncher("/usr/bin/mpirun", "Open MPI", "4.1.4", first_on_path=True)
 GPU = with_host(gpus=("NVIDIA H200", "NVIDIA H200"))
 CPU_BUILD, HIDDEN = (replace(GPU, devices={"torch": devices}) for devices in (Devices(), Devices("CUDA 13.0")))
 SEEN = replace(GPU, devices={"torch": Devices("CUDA 13.0", GPU.host.gpus)})
+UNANSWERED = replace(GPU, devices={"torch": Devices(failure=Failure("raised", "RuntimeError: no driver"))})
 
 ONE_FINDING = [
     (FAILED, "import-torch", "error", "SIGSEGV"),
@@ -173,6 +174,7 @@ ONE_FINDING = [
     (CPU_BUILD, "unseen-gpus-torch", "warning", "2.13.0+cpu (CPU) sees none of this machine's 2 GPUs (NVIDIA H200)"),
     (HIDDEN, "unseen-gpus-torch", "warning", "nvidia-smi"),
     (replace(HIDDEN, environ={"CUDA_VISIBLE_DEVICES": ""}), "unseen-gpus-torch", "info", "Unset CUDA_VISIBLE_DEVICES"),
+    (UNANSWERED, "devices-torch", "warning", "cannot say which devices it sees: RuntimeError: no driver"),
     (SEEN, "no-nccl-torch", "warning", "--gpu nccl"),
     (with_host(affinity=1), "one-core", "warning", "affinity"),
     (with_host(cpu_quota=1.5), "one-core", "warning", "quota of 1.5"),

@@ -83,6 +83,14 @@ def test_a_gpu_that_has_nothing_to_do_is_the_first_line_and_says_why(tmp_path, w
         assert says in first.what and first.lost_s == pytest.approx(0.036) and first.share == pytest.approx(0.9)
 
 
+def test_of_several_gpus_the_share_is_one_that_all_have(tmp_path):
+    """Of 40 ms rank 0 loads for 14 and is host-bound for 12, rank 1 is host-bound for 16."""
+    loads = write(tmp_path / "r0.json", step(0, 0, 40), data(1, 14), kernel("sgemm", 15, 14), rank=0)
+    waits = write(tmp_path / "r1.json", step(0, 0, 40), kernel("sgemm", 1, 24), rank=1)
+    (idle,) = (cause for cause in summarize([loads, waits]).causes if cause.kind == "idle-gpu")
+    assert idle.what.startswith("Every GPU is idle for at least 30%") and idle.share == pytest.approx(0.3)
+
+
 def test_a_gpu_that_computes_or_communicates_nearly_always_is_not_idle(tmp_path):
     busy = kernel("sgemm", 1, 20), kernel("ncclDevKernel_AllReduce", 21, 18)
     found = summarize([write(tmp_path / "t.json", step(0, 0, 40), event("aten::item", 1, 38), *busy)])

@@ -90,7 +90,8 @@ def duplicate(comm: Any) -> Any:
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         given = "MPI.COMM_NULL" if comm == mpi.COMM_NULL else type(comm).__name__
         raise InvalidArgumentError(f"comm must be an mpi4py communicator that this rank is in, got {given}.")
-    apart.append(comm)
+    if comm.Get_size() < everyone().Get_size():
+        apart.append(comm)
     return Marked(comm.Dup())
 
 

@@ -16,6 +16,8 @@ Each round starts every variant once, as whole processes, in random order. Of a 
 takes as long as on its slowest rank, and the run's time is the median over its steps. Ratios are geometric means over
 the rounds, with 95 % intervals by Student's t on their logarithms. A variant that fails, or whose ranks end with
 different weights, is reported and left out. Every rank has one thread and its data in memory.
+Models: cnn, mlp, deep (60 layers of 256), wide (two of 4096); in PyTorch also many-400 and many-2000 (so many small
+parameters), shuffled (deep, registered in another order), bf16 (wide, in bfloat16).
 Before and after each run the time of a byte between two cores is taken (cores.py). Where a host moves the cores of its
 virtual machines, ``--cores-within`` repeats runs whose cores were further apart than so many nanoseconds.
 Progress goes to stderr, a Markdown table to stdout. Ctrl-C ends with the rounds that are complete.
@@ -53,8 +55,19 @@ VARIANTS = {
     "peer": "",
     "alone": "no communication",
 }
-STEPS = {"cnn": (100, 10), "mlp": (2000, 200), "deep": (250, 30), "wide": (60, 10)}
+STEPS = {
+    "cnn": (100, 10),
+    "mlp": (2000, 200),
+    "deep": (250, 30),
+    "wide": (60, 10),
+    "many-400": (300, 30),
+    "many-2000": (100, 10),
+    "shuffled": (250, 30),
+    "bf16": (30, 5),
+}
 """Measured steps and warm-up steps of a run."""
+USUAL = ["cnn", "mlp", "deep", "wide"]
+"""Models that every framework has."""
 SETTINGS = ("HOROVOD_", "HVDKIT_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 """Environment variables that no rank inherits."""
 QUICK_ROUNDS = 2
@@ -378,7 +391,8 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--framework", choices=("torch", "tensorflow", "keras"), default="torch")
-    add("--models", type=names(STEPS), default=list(STEPS), metavar="M,...", help="default: cnn,mlp,deep,wide")
+    add("--models", type=names(STEPS), default=USUAL, metavar="M,...",
+        help=f"of {', '.join(STEPS)} (default: {','.join(USUAL)}); the last four in PyTorch alone")  # fmt: skip
     add("--variants", type=names(VARIANTS), default=list(VARIANTS), metavar="V,...", help="default: all")
     add("-n", type=at_least(1), default=2, help="ranks (default 2)")
     add("--rounds", type=at_least(2), default=8, help="default 8; at least 2, which give wide intervals")
@@ -391,6 +405,8 @@ def arguments():
         help="interpreter with `hvdkit install --plain` for horovodrun and mpirun (default: this one)")  # fmt: skip
     add("--json", type=Path, help="write the numbers to this file, too")
     args = parser.parse_args()
+    if args.framework != "torch" and (others := [model for model in args.models if model not in USUAL]):
+        parser.error(f"got --models {','.join(others)}, expected {','.join(USUAL)} with --framework {args.framework}")
     absent = {"torch": [], "tensorflow": [], "keras": ["peer"]}[args.framework]
     args.variants = [variant for variant in args.variants if variant not in absent]
     args.rounds = QUICK_ROUNDS if args.quick else args.rounds

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-SHAPES = {"cnn": ((28, 28, 1), 64), "mlp": ((784,), 64), "deep": ((256,), 32), "wide": ((784,), 64)}
+SHAPES = {
+    "cnn": ((28, 28, 1), 64),
+    "mlp": ((784,), 64),
+    "deep": ((256,), 32),
+    "wide": ((784,), 64),
+    "many-400": ((16,), 32),
+    "many-2000": ((16,), 32),
+    "shuffled": ((256,), 32),
+    "bf16": ((784,), 64),
+}
 """The shape of one sample and the batch size of each model."""
 CLASSES = 10
 BATCHES = 16

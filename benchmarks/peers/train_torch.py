@@ -1,5 +1,6 @@
 """One rank of a PyTorch variant of ``peers.py``."""
 
+import random
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,33 @@ def dense(widths, activation=True):
     return layers if activation else layers[:-1]
 
 
+class Shuffled(nn.Module):
+    """Layers that are registered in another order than the one in which they compute."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.order = [f"layer{number}" for number in range(len(layers))]
+        named = list(zip(self.order, layers, strict=True))
+        for name, layer in random.Random(0).sample(named, len(named)):  # noqa: S311  the same on all ranks
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+
+HIDDEN = {
+    "mlp": [256, 128, 64],
+    "deep": [256] * 60,
+    "wide": [4096, 4096],
+    "many-400": [16] * 199,
+    "many-2000": [16] * 999,
+    "shuffled": [256] * 60,
+    "bf16": [4096, 4096],
+}
+
+
 def make_model(name):
     torch.manual_seed(0)
     if name == "cnn":
@@ -22,12 +50,13 @@ def make_model(name):
             nn.Flatten(), *dense([64 * 12 * 12, 128]), nn.Dropout(0.5), nn.Linear(128, CLASSES),
         )  # fmt: skip
     else:
-        hidden = {"mlp": [256, 128, 64], "deep": [256] * 60, "wide": [4096, 4096]}[name]
-        model = nn.Sequential(*dense([*SHAPES[name][0], *hidden, CLASSES], activation=False))
+        model = nn.Sequential(*dense([*SHAPES[name][0], *HIDDEN[name], CLASSES], activation=False))
     for layer in model:
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
             nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
-    return model
+    if name == "shuffled":
+        return Shuffled(list(model))
+    return model.bfloat16() if name == "bf16" else model
 
 
 def make_optimizer(model):
@@ -78,6 +107,7 @@ def steps_of(job, rank, model, optimizer):
     x, y = map(torch.from_numpy, job.data(rank))
     if x.dim() == 4:
         x = x.permute(0, 3, 1, 2).contiguous()
+    x = x.to(next(model.parameters()).dtype)
     batches = list(zip(x.split(job.batch_size), y.split(job.batch_size), strict=True))
     loss_of = nn.CrossEntropyLoss()
 
@@ -93,7 +123,7 @@ def steps_of(job, rank, model, optimizer):
 
 
 def weights_of(model):
-    return [parameter.detach().numpy() for parameter in model.parameters()]
+    return [parameter.detach().float().numpy() for parameter in model.parameters()]
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Imports flow down: cli, measure, run, prepare and read, common, observe, steps, errors; bindings stand on them."""
+"""Imports flow down: cli, measure, run, prepare and read, common, observe, steps, core, errors; bindings above."""
 
 import ast
 import functools
@@ -22,22 +22,23 @@ WITHOUT_HOROVOD = ("arrays",)  # over mpi4py
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "tf_keras"}
 BELOW = {
     "errors": set(),
-    "steps": {"errors"},
-    "observe": {"errors", "steps"},
-    "top": {"errors", "steps"},
-    "common": {"top", "errors", "steps", "observe"},
-    "torch": {"top", "errors", "steps", "observe"},
-    "arrays": {"top", "errors", "steps", "observe"},
-    "tf_shared": {"errors", "steps"},
-    "tensorflow": {"top", "errors", "steps", "observe", "tf_shared"},
-    "keras": {"top", "errors", "steps", "observe", "tf_shared", "tensorflow"},
-    "datasets": {"top", "errors", "steps", "observe", "common"},
-    "flags": {"top", "errors", "steps", "datasets"},
-    "synthetic": {"top", "errors", "steps", "observe", "common", "torch", "tensorflow", "keras"},
-    "prepare": {"top", "errors", "steps", "observe", "common"},
-    "read": {"top", "errors", "steps", "observe", "common"},
-    "run": {"top", "errors", "steps", "observe", "common", "prepare", "read"},
-    "measure": {"top", "errors", "steps", "observe", "common", "prepare", "read", "run", "synthetic"},
+    "core": {"errors"},
+    "steps": {"errors", "core"},
+    "observe": {"errors", "core", "steps"},
+    "top": {"errors", "core", "steps"},
+    "common": {"top", "errors", "core", "steps", "observe"},
+    "torch": {"top", "errors", "core", "steps", "observe"},
+    "arrays": {"top", "errors", "core", "steps", "observe"},
+    "tf_shared": {"errors", "core", "steps"},
+    "tensorflow": {"top", "errors", "core", "steps", "observe", "tf_shared"},
+    "keras": {"top", "errors", "core", "steps", "observe", "tf_shared", "tensorflow"},
+    "datasets": {"top", "errors", "core", "steps", "observe", "common"},
+    "flags": {"top", "errors", "core", "steps", "datasets"},
+    "synthetic": {"top", "errors", "core", "steps", "observe", "common", "torch", "tensorflow", "keras"},
+    "prepare": {"top", "errors", "core", "steps", "observe", "common"},
+    "read": {"top", "errors", "core", "steps", "observe", "common"},
+    "run": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read"},
+    "measure": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read", "run", "synthetic"},
     "cli": {"top", "errors", "common"},
     "__main__": {"cli"},
 }
@@ -105,7 +106,7 @@ def command_of(module: str) -> str:
 def test_the_package_is_one_look():
     """What is at the top: the house's rooms, and at most six modules."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == {"steps", "observe", "tf_shared", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
+    assert rooms == {"core", "steps", "observe", "tf_shared", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     assert {room_of(name) for name in NAMES} == set(BELOW), "every room has a row in BELOW, and every row a room"
 

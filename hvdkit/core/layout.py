@@ -1,0 +1,82 @@
+"""Which gradients travel together, in which order, and where each lies in what is sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Gradients side by side in one flat array.
+
+    Attributes:
+        members: which gradients, in their order.
+        starts: where each begins, in numbers.
+        length: of all.
+    """
+
+    members: Sequence[int]
+    starts: Sequence[int]
+    length: int
+
+
+def placed(members: Sequence[int], sizes: Sequence[int]) -> Placed:
+    """Where some gradients lie when they travel together.
+
+    Args:
+        members: which ones.
+        sizes: the length of every gradient, in numbers.
+    """
+    starts = list(itertools.accumulate((sizes[member] for member in members), initial=0))
+    return Placed(members, starts[:-1], starts[-1])
+
+
+def by_kind(kinds: Iterable[Hashable]) -> dict[Any, list[int]]:
+    """The positions of gradients that may share a message, by their kind: the type in which they travel, the device."""
+    groups: dict[Any, list[int]] = {}
+    for position, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(position)
+    return groups
+
+
+def in_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], limit: float) -> list[list[int]]:
+    """Gradients in buckets: each is closed as soon as it has so many bytes, and can leave before the others.
+
+    Args:
+        kinds: of each gradient, in the order in which they become ready; a bucket is of one kind.
+        sizes: of each, in bytes.
+        limit: bytes from which on a bucket is full, > 0.
+    Returns:
+        The positions in each bucket; full ones first, in the order in which they become full.
+    """
+    growing: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    full: list[list[int]] = []
+    for position, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        growing.setdefault(kind, []).append(position)
+        filled[kind] = filled.get(kind, 0) + size
+        if filled[kind] >= limit:
+            full.append(growing.pop(kind))
+            del filled[kind]
+    return [*full, *growing.values()]
+
+
+def by_arrival(arrived: Mapping[Hashable, int], gradients: Sequence[Hashable]) -> list[int]:
+    """For each gradient when it is expected, to be sorted by: those that were seen, then the last layers first.
+
+    Args:
+        arrived: by gradient, its place in the order in which this rank's last ones came.
+        gradients: all, in the order of the model.
+    """
+    last = len(arrived) + len(gradients)
+    return [arrived.get(gradient, last - place) for place, gradient in enumerate(gradients)]
+
+
+def sorted_alike(arrivals: Sequence[Sequence[int]]) -> list[int]:
+    """The order of all ranks' gradients: that of the first rank's ``by_arrival``; the same on each of them."""
+    return [int(place) for place in np.argsort(np.asarray(arrivals[0]), kind="stable")]

@@ -156,6 +156,56 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Iter
         launcher.close()
 
 
+# --- programs that hvdkit is not in
+
+STEPS = """
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+KERAS = """
+import keras
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(keras.ops.ones((4, 2)), keras.ops.ones((4, 1)), verbose=0)
+"""
+STRATEGY = """
+import keras, tensorflow as tf
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+assert strategy.num_replicas_in_sync == 2
+with strategy.scope():
+    variable, optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1)
+    optimizer.build([variable])
+
+@tf.function
+def step():
+    strategy.run(lambda: optimizer.apply([tf.ones(1)], [variable]))
+
+step()
+"""
+OTHERS = {
+    "apart": (f"import torch\n{STEPS}", []),
+    "keras apart": (KERAS, []),
+    "one trains": (f"import torch\nif rank == 0:\n{STEPS.replace(chr(10), chr(10) + '    ')}", []),
+    "ddp": (f"import torch\ntorch.distributed.init_process_group('gloo')\n{STEPS}", []),
+    "horovod": (f"import torch, horovod.torch as hvd\nhvd.init()\n{STEPS}", []),
+    "mpi": (f"import torch, mpi4py.MPI\n{STEPS}", []),
+    "tensorflow": (STRATEGY, ["--tf-config"]),
+}
+
+
+@pytest.mark.skipif(bool(missing("torch") + missing("tensorflow")), reason="needs PyTorch, TensorFlow and Horovod")
+@needs_mpi
+@pytest.mark.parametrize("name", OTHERS)
+def test_processes_that_train_apart_are_named_and_no_others(launch, name):
+    program, options = OTHERS[name]
+    done = launch.run("--nproc_per_node", "2", *options, "-m", Path(launch.script(program)).stem)
+    assert done.returncode == 0, done.stderr.decode()
+    assert (b"2 processes trained apart" in done.stderr) == ("apart" in name), done.stderr.decode()
+
+
 # --- output
 
 

@@ -304,6 +304,24 @@ def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
     assert place(2, environ={**SLURM, "SLURM_JOB_NODELIST": "n1"}) == ([], False)
 
 
+def test_ranks_on_each_host_are_enough_to_say():
+    def ranks(ppn, given=None, environ=SLURM):
+        return placement.placed(Request(0, ("x",), ppn=ppn), given, environ, hostname="n1").n
+
+    assert ranks(4) == 8
+    assert ranks(4, [("n1", 4), ("n2", 2)]) == 6
+    assert ranks(3, environ={}) == 3
+
+
+def test_tf_config_names_the_workers_in_the_order_of_their_ranks():
+    hosts = (Host("n1", 2), Host("n2", 2))
+    found = replace(FACTS, master_port=20000)
+    job = plan.build(Request(3, ("train.py",), hosts=hosts, tf_config=True), found, COMMAND, QUIET)
+    assert job.added["HVDKIT_WORKERS"] == "n1:20001,n1:20002,n2:20001"
+    here = plan.build(Request(2, ("train.py",), tf_config=True), found, COMMAND, QUIET)
+    assert here.added["HVDKIT_WORKERS"] == "127.0.0.1:20001,127.0.0.1:20002"
+
+
 @pytest.mark.parametrize(
     ("n", "ppn", "given", "message"),
     [

@@ -17,10 +17,16 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _RUN_EAGERLY = "tensorflow.python.eager.polymorphic_function.eager_function_run"
+_STRATEGY = "tensorflow.python.distribute.collective_all_reduce_strategy"
 _ASKED = (
     ("HVDKIT_STACKS", "steps/stalls", "hand_in_stacks_when_asked", None),
     ("HVDKIT_STACKS", "steps/stalls", "report_init", "horovod.common.basics"),
     ("HVDKIT_STACKS", "steps/stalls", "report_killed_workers", "multiprocessing.popen_fork"),
+    ("HVDKIT_STACKS", "steps/stalls", "report_process_groups", "torch.distributed.distributed_c10d"),
+    ("HVDKIT_STACKS", "steps/stalls", "report_strategies", _STRATEGY),
+    ("HVDKIT_STACKS", "steps/stalls", "report_jax", "jax._src.distributed"),
+    ("HVDKIT_STACKS", "steps/stalls", "report_torch_steps", "torch.optim.optimizer"),
+    ("HVDKIT_STACKS", "steps/stalls", "report_keras_steps", "keras.src.optimizers.base_optimizer"),
     ("HVDKIT_TORCH_PROFILE", "observe/torch_profile", "profile_steps", "torch.optim.optimizer"),
     ("HVDKIT_MARK_STEPS", "observe/step_marks", "torch_loaders", "torch.utils.data.dataloader"),
     ("HVDKIT_MARK_STEPS", "observe/step_marks", "torch_optimizers", "torch.optim.optimizer"),

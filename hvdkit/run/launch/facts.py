@@ -116,7 +116,7 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
         programs=programs,
         batch=chosen,
         mpi_recorder=recorder(mpi_bin, environ, dry=request.dry_run) if records and not without_mpi else None,
-        master_port=None if request.elastic else free_port(),
+        master_port=None if request.elastic else free_port(1 + (request.n if request.tf_config else 0)),
     )
 
 
@@ -133,6 +133,13 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
     """
     options.check_needs(typed)
     settled = {name: typed.get(name) for name in ("hosts", "tuned", "explain_job", "stage")}
+    if not (typed.get("n") or typed.get("ppn")):
+        raise InvalidArgumentError(
+            "The number of processes is missing; give -n N, or --ppn P (also --nproc-per-node P) for P on each host."
+        )
+    typed["n"] = typed.get("n") or 0  # a launch by --ppn alone: as many as its hosts take
+    if typed.get("module") and command:
+        command = ("python", "-m", *command)
     request = Request(command=command, **{name: value for name, value in typed.items() if name not in settled})
     for_speed = {name: getattr(request, name) for name in tuned.OF_OPTIONS}
     chosen, sources, left = tuned.choose(settled["tuned"], **for_speed)
@@ -160,6 +167,10 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
     if request.hostfile is not None:
         given = placement.read(request.hostfile)
     if request.host_discovery_script or request.min_np or request.max_np:
+        if not request.n:
+            raise InvalidArgumentError("An elastic job needs -n, the number of ranks that it starts with.")
+        if request.tf_config:
+            raise InvalidArgumentError("--tf-config names every rank, and in an elastic job they change; leave it out.")
         own = {**environ, "PATH": job_path(environ, own_python())}
         return horovodrun.elastic(replace(request, hosts_chosen=given is not None), own)
     return placement.placed(request, given, environ, anywhere=request.launcher in batch.LINES)
@@ -233,15 +244,17 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def free_port() -> int:
-    """A port on which nothing listens here, and that the system gives to no outgoing connection.
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` ports on which nothing listens here, and that the system gives to no outgoing connection.
 
     Raises:
         LaunchError: a hundred of them are taken.
     """
-    for port in random.sample(meeting.PORTS, 100):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
+    for first in random.sample(meeting.PORTS[: len(meeting.PORTS) - count + 1], 100):
+        with contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                socket.create_server(("", port)).close()
+            return first
     raise LaunchError(f"the ports {meeting.PORTS[0]} to {meeting.PORTS[-1]} of this machine are taken.")
 
 

@@ -147,8 +147,18 @@ class Request:
         notes: what the user should know of what was read, full sentences.
     """
 
-    n: int = typed("-n", "-np", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks).")
+    n: int = typed(
+        "-n",
+        "-np",
+        type=AT_LEAST_1,
+        settled=0,
+        metavar="N",
+        help="Number of processes (ranks)  [default: --ppn on each host]",
+    )
     command: tuple[str, ...] = ()
+    module: bool = typed(
+        "--module", "-m", is_flag=True, settled=False, help="COMMAND is a Python module, run as python -m runs it."
+    )
     launcher: str = typed(
         type=click.Choice(["auto", *LAUNCHERS]),
         default="auto",
@@ -156,6 +166,9 @@ class Request:
         "with MPI, else horovodrun (Gloo).",
     )
     ppn: int | None = typed(
+        "--ppn",
+        "--nproc-per-node",
+        "--nproc_per_node",
         type=AT_LEAST_1,
         metavar="P",
         help="Ranks on each host.",
@@ -328,6 +341,11 @@ class Request:
         metavar="S",
         help="Seconds that the ranks have to save and end when this program is told to end; they get SIGTERM at once, "
         f"then SIGKILL  [default: {GRACE_S:g}, in a batch job {BATCH_GRACE_S:g}]",
+    )
+    tf_config: bool = typed(
+        is_flag=True,
+        settled=False,
+        help="Give every rank TF_CONFIG, so that MultiWorkerMirroredStrategy trains as one job (not elastic).",
     )
     min_np: int | None = typed(
         type=AT_LEAST_1, metavar="N", help="Elastic: minimum number of ranks; below it the job waits."

@@ -20,12 +20,13 @@ from hvdkit.run.launch.outcome import RankEnd
 from hvdkit.run.launch.stall import StallReports
 from hvdkit.run.launch.tracebacks import ErrorStream
 from hvdkit.steps import hosts
-from hvdkit.steps.stalls import IN_INIT, KILLED_WORKER, PAST_INIT
+from hvdkit.steps.stalls import IN_INIT, JOINED, KILLED_WORKER, PAST_INIT, TRAINED
 
 RECEIVE_BYTES = 1 << 18
 """The most that is read at once."""
 _REPORTED = re.compile(
-    rb"\0(?:(?P<init>%b|%b)|%b (?P<worker>\d+) (?P<signal>\d+))\n" % (IN_INIT, PAST_INIT, KILLED_WORKER)
+    rb"\0(?:(?P<init>%b|%b)|(?P<joined>%b)|(?P<trained>%b)|%b (?P<worker>\d+) (?P<signal>\d+))\n"
+    % (IN_INIT, PAST_INIT, JOINED, TRAINED, KILLED_WORKER)
 )
 _LOOKED_UP = 4
 """Names of hosts that are looked up for the way to them."""
@@ -74,6 +75,8 @@ class Peer:
         errors: what the rank writes to standard error.
         reports: Horovod's stall reports in it; None where nobody asked for them.
         in_init: it is inside Horovod's ``init``; None until then.
+        joined: it has found other ranks: Horovod, MPI, a process group or a strategy of TensorFlow has.
+        trained: an optimizer of it has taken a step.
         killed_workers: processes that it started and that a signal killed: process id and signal.
         stacks: the Python stacks that it handed in.
         end: how the rank ended, None until then.
@@ -89,6 +92,8 @@ class Peer:
     errors: ErrorStream = field(default_factory=ErrorStream)
     reports: StallReports | None = None
     in_init: bool | None = None
+    joined: bool = False
+    trained: bool = False
     killed_workers: list[tuple[int, int]] = field(default_factory=list)
     stacks: bytearray = field(default_factory=bytearray)
     end: RankEnd | None = None
@@ -122,8 +127,10 @@ class Peer:
         for found in _REPORTED.finditer(bytes(self.stacks)):
             if found["worker"]:
                 self.killed_workers.append((int(found["worker"]), int(found["signal"])))
-            else:
+            elif found["init"]:
                 self.in_init = found["init"] == IN_INIT
+            self.joined |= bool(found["joined"])
+            self.trained |= bool(found["trained"])
         self.stacks[:] = _REPORTED.sub(b"", self.stacks)
 
     def receive(self) -> bytes:

@@ -99,7 +99,7 @@ def placed(
     """The request with the hosts of its job, () for this machine alone, and the ranks on each as far as they are known.
 
     Args:
-        request: its ``n`` and ``ppn`` count here.
+        request: its ``n`` and ``ppn`` count here; 0 for ``n``: ``ppn`` on each host.
         given: what the user named, None for the hosts of the batch job or the workers of the MPIJob, if there is one.
         environ: the environment, which names these.
         anywhere: the launcher takes any host of the batch job unless it is told, so that this machine, too, is named.
@@ -126,10 +126,11 @@ def placed(
     elif workers and environ.get("K_MPI_JOB_ROLE") == "launcher":
         named = read(Path(workers[0]))
     else:
-        return request
+        return replace(request, n=n or ppn or 1)
     share = ppn or -(-n // len(named))  # where nothing is said
     hosts = tuple(Host(name, min(slots or share, ppn or slots or share)) for name, slots in named)
     room = sum(host.slots for host in hosts)
+    n = n or room
     if n > room:
         limit = "" if ppn is None else f" with --ppn {ppn}"
         raise InvalidArgumentError(
@@ -143,7 +144,7 @@ def placed(
     slots = {host.slots for host in hosts}
     if ppn is None and given is not None and len(slots) == 1:
         ppn = slots.pop()
-    return replace(request, hosts=hosts, hosts_chosen=given is not None, ppn=ppn)
+    return replace(request, n=n, hosts=hosts, hosts_chosen=given is not None, ppn=ppn)
 
 
 def _listed(names: Sequence[str]) -> str:

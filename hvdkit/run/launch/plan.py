@@ -26,6 +26,7 @@ from hvdkit.run.launch.model import (
     Setting,
 )
 from hvdkit.run.launch.options import Request, who_says
+from hvdkit.run.launch.rank import WORKERS
 from hvdkit.steps import step_times
 from hvdkit.steps.launchers import batch_job, inside_srun
 
@@ -278,6 +279,11 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
             given |= {"LOCAL_WORLD_SIZE": str(request.n), "MASTER_ADDR": "127.0.0.1"}
         why = "as torchrun does, with RANK and LOCAL_RANK: what starts torch.distributed by itself trains as one job"
         settings.append(Setting(why, variables=given))
+    if request.tf_config and facts.master_port is not None:
+        hosts = [host.name for host in request.hosts for _ in range(host.slots)] or ["127.0.0.1"] * request.n
+        ports = [facts.master_port + 1 + hosts[:rank].count(host) for rank, host in enumerate(hosts[: request.n])]
+        workers = ",".join(f"{host}:{port}" for host, port in zip(hosts, ports, strict=False))
+        settings.append(Setting("--tf-config: ``rank`` makes TF_CONFIG of it", variables={WORKERS: workers}))
     if request.timeline is not None:
         settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
     if request.autotune_log is not None:

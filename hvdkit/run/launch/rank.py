@@ -16,6 +16,7 @@ network between fails.
 import contextlib
 import ctypes
 import hmac
+import json
 import os
 import re
 import secrets
@@ -52,6 +53,8 @@ LAUNCHER_GRACE_S = {"OMPI_COMM_WORLD_RANK": 0.6, "PMI_RANK": 0.6, "HOROVOD_RANK"
 """The same when the launcher does, by the variable in which it says the rank: mpirun kills this process a second after
 its SIGTERM, horovodrun after five, and the command must be gone before. Batch systems leave it the job's grace."""
 SECRET = "HVDKIT_SECRET"  # noqa: S105
+WORKERS = "HVDKIT_WORKERS"
+"""HOST:PORT of every rank in turn, of which TF_CONFIG is made (``--tf-config``)."""
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4))
 """A connection is given up a minute after the network has failed: seconds until the other side is asked, between two
 questions, and how many."""
@@ -90,6 +93,9 @@ def main(arguments: list[str]) -> int:
         return become(command)
     if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE", ""):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    if workers := os.environ.get(WORKERS):
+        task = {"type": "worker", "index": rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers.split(",")}, "task": task})
     with connection:
         grace = LAUNCHER_GRACE_S.get(rank_variable, float(grace_s))
         return _Rank(connection, grace, under_slurm=rank_variable == "SLURM_PROCID").run(rank, command)

@@ -545,6 +545,12 @@ class _Job:
         if status == 0 and not lost_daemon:
             if not self._ranks:  # nobody sees to them, and the launcher passes their output on
                 self._shown.launcher_at_end()
+            apart = sum(peer.trained for peer in self._ranks)
+            if apart > 1 and not any(peer.joined for peer in self._ranks):
+                self._shown.say(
+                    f"{apart} processes trained apart, each a model of its own: none called init (hvdkit's or "
+                    "Horovod's) or joined a process group."
+                )
             return 0
         self._shown.launcher_at_end()
         if not self._ranks and (unreached := self._reach.unreached(self._said)):

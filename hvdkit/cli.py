@@ -26,10 +26,10 @@ FLOORS = {
         "port": ("hvdkit.prepare.port.cli:port", "Write the eight steps into a training script."),
     },
     "A job": {
-        "launch": ("hvdkit.run.launch.cli:launch", "Start a training script on N processes."),
-        "job": ("hvdkit.run.job.cli:job", "Write a batch script for a training on several hosts."),
-        "watch": ("hvdkit.run.watch.cli:watch", "Show a training while it runs: progress, speed, stragglers."),
-        "tune": ("hvdkit.run.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
+        "launch": ("hvdkit.jobs.launch.cli:launch", "Start a training script on N processes."),
+        "job": ("hvdkit.jobs.job.cli:job", "Write a batch script for a training on several hosts."),
+        "watch": ("hvdkit.jobs.watch.cli:watch", "Show a training while it runs: progress, speed, stragglers."),
+        "tune": ("hvdkit.jobs.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
     },
     "How fast, how big": {
         "bench": ("hvdkit.measure.bench.cli:bench", "Measure how a training scales with the number of ranks."),

@@ -17,7 +17,7 @@ from hvdkit.cli import COMMANDS, hvdkit_command
 PACKAGE = Path(hvdkit.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 ADAPTERS = ("torch", "tensorflow", "keras", "arrays")
-FLOORS = ("prepare", "run", "measure", "read")
+FLOORS = ("prepare", "jobs", "measure", "read")
 WITHOUT_HOROVOD = ("arrays",)  # over mpi4py
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "tf_keras"}
 BELOW = {
@@ -37,8 +37,8 @@ BELOW = {
     "synthetic": {"top", "errors", "core", "steps", "observe", "common", "torch", "tensorflow", "keras"},
     "prepare": {"top", "errors", "core", "steps", "observe", "common"},
     "read": {"top", "errors", "core", "steps", "observe", "common"},
-    "run": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read"},
-    "measure": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read", "run", "synthetic"},
+    "jobs": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read"},
+    "measure": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read", "jobs", "synthetic"},
     "cli": {"top", "errors", "common"},
     "__main__": {"cli"},
 }

@@ -23,7 +23,7 @@ from hvdkit.common.json_files import Document, name_in_seconds
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "json.md"
-ROOMS = ("prepare", "run", "measure", "read", "synthetic")
+ROOMS = ("prepare", "jobs", "measure", "read", "synthetic")
 HEAD = """# The JSON of hvdkit
 
 Made by `python tests/contracts/test_json.py` from the classes that write and read it; a test compares both.

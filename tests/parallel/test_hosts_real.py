@@ -18,8 +18,8 @@ import namespaces
 import pytest
 from ranks import warm
 
-from hvdkit.run.job import kubernetes
-from hvdkit.run.job.model import BatchJob
+from hvdkit.jobs.job import kubernetes
+from hvdkit.jobs.job.model import BatchJob
 from hvdkit.steps import secret
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None] + namespaces.missing()

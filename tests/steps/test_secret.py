@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import LauncherError
-from hvdkit.run.launch import supervise
-from hvdkit.run.launch.model import LaunchPlan
+from hvdkit.jobs.launch import supervise
+from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.steps import secret
 
 GIVEN = "0123456789abcdef" * 4

@@ -10,11 +10,11 @@ import numpy as np
 
 from hvdkit import DataError, cli
 from hvdkit.common import json_files
+from hvdkit.jobs.launch import facts
+from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.trials import Launch, TrialJob
 from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ScalingSummary
-from hvdkit.run.launch import facts
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.trials import Launch, TrialJob
 from hvdkit.steps.step_times import VARIABLE
 
 

@@ -16,13 +16,13 @@ from hvdkit import cli
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text
 from hvdkit.errors import DataError
+from hvdkit.jobs.trials import TrialJob
 from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, causes, otherwise
 from hvdkit.measure.bench.jobs import order
 from hvdkit.measure.bench.measurement import measure
 from hvdkit.measure.bench.subject import ScalingAsked
 from hvdkit.observe.step_files import RankTimes, Step
-from hvdkit.run.trials import TrialJob
 
 SERIAL = 0.1
 

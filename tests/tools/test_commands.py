@@ -301,7 +301,7 @@ def test_help_has_the_four_groups_and_each_command_stands_on_its_floor(capsys):
     said = capsys.readouterr().out
     places = [said.index(f"{heading}:") for heading in cli.FLOORS]
     assert len(places) == 4 and places == sorted(places)
-    for (heading, table), floor in zip(cli.FLOORS.items(), ("prepare", "run", "measure", "read"), strict=True):
+    for (heading, table), floor in zip(cli.FLOORS.items(), ("prepare", "jobs", "measure", "read"), strict=True):
         part = said.partition(f"{heading}:")[2].partition("\n\n")[0]
         assert [line.split()[0] for line in part.splitlines()[1:] if line[2:3].strip()] == list(table)
         assert {module.split(".")[1] for module, _ in table.values()} == {floor}

@@ -8,11 +8,11 @@ import pytest
 
 from hvdkit import DataError, cli
 from hvdkit.common import json_files
+from hvdkit.jobs.launch import facts
+from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.trials import Launch, TrialJob
 from hvdkit.measure.emulate import rank_files, results
 from hvdkit.measure.emulate.rank_files import Writer
-from hvdkit.run.launch import facts
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.trials import Launch, TrialJob
 
 LIST = "803840,131584,33024,2600"
 

@@ -42,6 +42,8 @@ from hypothesis import strategies as st
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.jobs.launch import recordings, stall
+from hvdkit.jobs.launch.options import Request
 from hvdkit.observe import step_files, step_marks
 from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
@@ -50,8 +52,6 @@ from hvdkit.read.explain.cli import LINES, lines
 from hvdkit.read.explain.results import Explanation, JobLaunch
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 from hvdkit.read.timeline import causes as timeline_causes
-from hvdkit.run.launch import recordings, stall
-from hvdkit.run.launch.options import Request
 from hvdkit.steps import step_times
 
 SAYS = {

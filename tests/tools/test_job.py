@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.jobs.job import script, site
+from hvdkit.jobs.job.model import BatchJob, Queue, Site
+from hvdkit.jobs.job.script import SYSTEMS
+from hvdkit.jobs.launch.cli import launch
 from hvdkit.measure.bench.cli import scaling
-from hvdkit.run.job import script, site
-from hvdkit.run.job.model import BatchJob, Queue, Site
-from hvdkit.run.job.script import SYSTEMS
-from hvdkit.run.launch.cli import launch
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").rglob("*.sh"))
@@ -516,8 +516,8 @@ def test_the_sites_are_known_by_name_and_travel_with_the_package():
     machines = {"aurora", "frontier", "leonardo", "lumi", "parallelcluster", "perlmutter", "polaris", "summit", "theta"}
     assert set(SYSTEMS) | machines == set(site.known())
     assert all(site.find(None, name).name == name for name in site.known())
-    assert importlib.resources.files("hvdkit.run.job").joinpath("sites/polaris.toml").is_file()
-    assert "hvdkit.run.job = sites/*.toml" in (ROOT / "setup.cfg").read_text()
+    assert importlib.resources.files("hvdkit.jobs.job").joinpath("sites/polaris.toml").is_file()
+    assert "hvdkit.jobs.job = sites/*.toml" in (ROOT / "setup.cfg").read_text()
 
 
 # jobs/

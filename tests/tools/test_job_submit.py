@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hvdkit import cli
-from hvdkit.run.job import submit
+from hvdkit.jobs.job import submit
 
 WORDS = ["--nodes", "1", "--ppn", "2", "--walltime", "1:00:00", "--submit", "--", "python", "train.py"]
 PBS = """    Job_Name = hvdkit

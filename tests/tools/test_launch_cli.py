@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.run.launch import facts, supervise
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.launch import facts, supervise
+from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch import horovodrun
-from hvdkit.run.launch.cli import launch
-from hvdkit.run.launch.model import Host
-from hvdkit.run.launch.options import Request
+from hvdkit.jobs.launch import horovodrun
+from hvdkit.jobs.launch.cli import launch
+from hvdkit.jobs.launch.model import Host
+from hvdkit.jobs.launch.options import Request
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdkit.run.launch import rank as wire
-from hvdkit.run.launch import supervise
-from hvdkit.run.launch.model import LaunchPlan
-from hvdkit.run.launch.outcome import first_failure
-from hvdkit.run.launch.peer import Peer, Signals
+from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch import supervise
+from hvdkit.jobs.launch.model import LaunchPlan
+from hvdkit.jobs.launch.outcome import first_failure
+from hvdkit.jobs.launch.peer import Peer, Signals
 from hvdkit.steps import secret
 
 PLAN = LaunchPlan(3, "mpirun", (), (), {}, {}, "RANK", grace_s=60.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import LaunchError
-from hvdkit.run.launch import facts, mpirun
-from hvdkit.run.launch.model import Horovod
-from hvdkit.run.launch.options import Request
+from hvdkit.jobs.launch import facts, mpirun
+from hvdkit.jobs.launch.model import Horovod
+from hvdkit.jobs.launch.options import Request
 
 
 @pytest.mark.parametrize(

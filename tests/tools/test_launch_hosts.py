@@ -12,10 +12,10 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch import batch, facts, options, placement, plan
-from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi
-from hvdkit.run.launch.options import OPTIONS, Request
+from hvdkit.jobs.launch import batch, facts, options, placement, plan
+from hvdkit.jobs.launch.command import Command
+from hvdkit.jobs.launch.model import Horovod, Host, LaunchFacts, Mpi
+from hvdkit.jobs.launch.options import OPTIONS, Request
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.LINES}

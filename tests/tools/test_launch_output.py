@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from hvdkit.run.launch import tracebacks
-from hvdkit.run.launch.shown import STDERR, JobOutput
-from hvdkit.run.launch.tracebacks import LineBuffer
+from hvdkit.jobs.launch import tracebacks
+from hvdkit.jobs.launch.shown import STDERR, JobOutput
+from hvdkit.jobs.launch.tracebacks import LineBuffer
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.run.launch import plan
-from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.launch.options import Request
+from hvdkit.jobs.launch import plan
+from hvdkit.jobs.launch.command import Command
+from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.launch.options import Request
 
 OPEN_MPI_5 = Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11))
 OPEN_MPI_4 = Mpi(Path("/usr/bin/mpirun"), "Open MPI", (4, 1, 4))

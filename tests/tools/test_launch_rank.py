@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.run.launch import on_host, peer
-from hvdkit.run.launch import rank as wire
-from hvdkit.run.launch.model import BESIDE_RANK
-from hvdkit.run.launch.outcome import RankEnd
+from hvdkit.jobs.launch import on_host, peer
+from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch.model import BESIDE_RANK
+from hvdkit.jobs.launch.outcome import RankEnd
 from hvdkit.steps import secret
 
 EVENTS = "low 0\nhigh 12\nmax 7\noom {n}\noom_kill {n}\noom_group_kill 0\n"
@@ -155,7 +155,7 @@ def test_what_a_rank_has_written_arrives_though_an_order_comes_late_and_the_read
 
 WITHOUT_NETWORK = """
 import os, subprocess, sys, time
-from hvdkit.run.launch import peer, rank
+from hvdkit.jobs.launch import peer, rank
 from hvdkit.steps import secret
 
 def link(state):

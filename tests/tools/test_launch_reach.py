@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.run.launch import reach, supervise
-from hvdkit.run.launch.model import Host, LaunchPlan
+from hvdkit.jobs.launch import reach, supervise
+from hvdkit.jobs.launch.model import Host, LaunchPlan
 
 REPOSITORY = Path(__file__).parents[2]
 LOST = "PRTE has lost communication with a remote daemon.\n"
@@ -57,7 +57,7 @@ def test_the_launcher_ends_where_this_process_is_killed_and_hands_the_grace_on(t
     began, told = tmp_path / "began", tmp_path / "told"
     launcher = ["sh", "-c", f"trap 'touch {told}; exit' TERM; touch {began}; while :; do sleep 0.1; done"]
     starts = (
-        f"import os, time\nfrom hvdkit.run.launch import start\nstart.start({launcher}, os.environ)\ntime.sleep(60)"
+        f"import os, time\nfrom hvdkit.jobs.launch import start\nstart.start({launcher}, os.environ)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", starts], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     wait_for(began)

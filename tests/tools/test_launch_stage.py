@@ -16,10 +16,10 @@ from test_launch_hosts import FACTS, QUIET, SHOWN_ALIVE, TWO_HOSTS, YIELD
 
 from hvdkit import cli
 from hvdkit.errors import DataError, InvalidArgumentError, LaunchError
-from hvdkit.run.launch import plan, stage
-from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Staged
-from hvdkit.run.launch.options import Request
+from hvdkit.jobs.launch import plan, stage
+from hvdkit.jobs.launch.command import Command
+from hvdkit.jobs.launch.model import Staged
+from hvdkit.jobs.launch.options import Request
 
 STAGED = Staged(Path("/venv"), Path("/local/hvdkit-stage-7"), "0123")
 COMMAND = Command(("/venv/bin/python", "train.py"), script=1)
@@ -33,7 +33,7 @@ def line_of_worker(**options):
     return text.replace(sys.executable, "PYTHON")
 
 
-WORKER = "SH PYTHON -P -m mpi4py -m hvdkit.run.launch.stage /venv /local/hvdkit-stage-7 0123"
+WORKER = "SH PYTHON -P -m mpi4py -m hvdkit.jobs.launch.stage /venv /local/hvdkit-stage-7 0123"
 ONE = "OMP_NUM_THREADS=1"
 
 

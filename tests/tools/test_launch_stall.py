@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.run.launch import rank as wire
-from hvdkit.run.launch.stall import Stall, StallReports, check_period, write_stacks
+from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch.stall import Stall, StallReports, check_period, write_stacks
 from hvdkit.steps import stalls
 
 BEGIN = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdkit.run.launch.tracebacks import ErrorStream, exception_name, last_words
+from hvdkit.jobs.launch.tracebacks import ErrorStream, exception_name, last_words
 
 CAUSE = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.common import json_files
-from hvdkit.run.launch import facts
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.launch.tuned import Tuned, TunedFile, choose, read
+from hvdkit.jobs.launch import facts
+from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.launch.tuned import Tuned, TunedFile, choose, read
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdkit.run.launch import plan
-from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.launch.options import Request
+from hvdkit.jobs.launch import plan
+from hvdkit.jobs.launch.command import Command
+from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.launch.options import Request
 
 MPIS = {
     "mpirun": Mpi(Path("/bin/mpirun"), "Open MPI", (5, 0, 11)),

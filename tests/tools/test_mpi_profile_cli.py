@@ -18,13 +18,13 @@ from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InstallError, InvalidArgumentError, LaunchError
+from hvdkit.jobs.launch import facts, plan, recordings
+from hvdkit.jobs.launch.command import Command
+from hvdkit.jobs.launch.model import Horovod, Host, LaunchFacts, Mpi
+from hvdkit.jobs.launch.options import Request
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.read.mpi_profile.cli import ShownProfile
-from hvdkit.run.launch import facts, plan, recordings
-from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi
-from hvdkit.run.launch.options import Request
 
 
 def run(capsys, *words):

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
+from hvdkit.jobs.job import site
+from hvdkit.jobs.launch import placement, tuned
+from hvdkit.jobs.launch.tuned import Tuned, TunedFile
 from hvdkit.observe import step_files
 from hvdkit.read.explain.results import JobLaunch
-from hvdkit.run.job import site
-from hvdkit.run.launch import placement, tuned
-from hvdkit.run.launch.tuned import Tuned, TunedFile
 from hvdkit.steps.checkpoint import CheckpointDirectory
 
 FILES = os.environ.get("HVDKIT_FUZZ")

@@ -17,12 +17,12 @@ from scipy import stats
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.run.launch import facts
-from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
-from hvdkit.run.launch.tuned import MIB, Tuned, TunedFile
-from hvdkit.run.trials import DEFAULT, Launch, Space, TrialJob, label, launch_words, thread_choices
-from hvdkit.run.tune import report
-from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search, each_of, speedup
+from hvdkit.jobs.launch import facts
+from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.launch.tuned import MIB, Tuned, TunedFile
+from hvdkit.jobs.trials import DEFAULT, Launch, Space, TrialJob, label, launch_words, thread_choices
+from hvdkit.jobs.tune import report
+from hvdkit.jobs.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search, each_of, speedup
 
 SPACE = Space(launchers=("horovodrun",), threads=(1,))
 FAST = Tuned(cycle_time_s=0.0005)

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hvdkit import cli
+from hvdkit.jobs.watch import view
+from hvdkit.jobs.watch.history import Reader
+from hvdkit.jobs.watch.results import look
 from hvdkit.observe.trackers import span_text
-from hvdkit.run.watch import view
-from hvdkit.run.watch.history import Reader
-from hvdkit.run.watch.results import look
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "watch"

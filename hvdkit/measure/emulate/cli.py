@@ -26,12 +26,12 @@ from hvdkit.common.commands import (
     with_options,
 )
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.jobs.launch import options
 from hvdkit.measure.emulate import results, run
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
 from hvdkit.measure.emulate.plan import DTYPES, PER, TRIALS, plan_of
 from hvdkit.measure.emulate.show import draw, page, plan_page
-from hvdkit.run.launch import options
 
 SUBCOMMANDS = {
     "sizes": ("hvdkit.measure.emulate.cli:sizes", "List the collectives of a step, and save the plan."),

@@ -15,14 +15,14 @@ from typing import Any
 from msgspec import structs
 
 from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchError
+from hvdkit.jobs import trials
+from hvdkit.jobs.launch.tuned import Tuned
+from hvdkit.jobs.trials import DEFAULT, Here, Launch, ToldToEnd, ended_by_signals
 from hvdkit.measure.bench import subject
 from hvdkit.measure.emulate import engines, rank_files
 from hvdkit.measure.emulate.plan import plan_of
 from hvdkit.measure.emulate.rank_files import Joined, ReplayJob
 from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, Delay, EmulateAsked, EmulateResults
-from hvdkit.run import trials
-from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials import DEFAULT, Here, Launch, ToldToEnd, ended_by_signals
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""

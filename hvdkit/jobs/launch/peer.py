@@ -1,0 +1,182 @@
+"""What wakes the loop of ``supervise``: ranks that connect, and what each says; and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import re
+import secrets
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from hvdkit.common.programs import handled
+from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch.outcome import RankEnd
+from hvdkit.jobs.launch.stall import StallReports
+from hvdkit.jobs.launch.tracebacks import ErrorStream
+from hvdkit.steps import hosts
+from hvdkit.steps.stalls import IN_INIT, JOINED, KILLED_WORKER, PAST_INIT, TRAINED
+
+RECEIVE_BYTES = 1 << 18
+"""The most that is read at once."""
+_REPORTED = re.compile(
+    rb"\0(?:(?P<init>%b|%b)|(?P<joined>%b)|(?P<trained>%b)|%b (?P<worker>\d+) (?P<signal>\d+))\n"
+    % (IN_INIT, PAST_INIT, JOINED, TRAINED, KILLED_WORKER)
+)
+_LOOKED_UP = 4
+"""Names of hosts that are looked up for the way to them."""
+_SOMEWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737), by which the kernel says with which one this host goes to others."""
+
+
+def listener(named: Sequence[str], *, here: bool) -> tuple[socket.socket, str]:
+    """A socket for the ranks, and where they find it: ``ADDRESS:PORT``.
+
+    Args:
+        named: hosts of the job, as far as they are known.
+        here: all ranks are on this machine.
+    """
+    own = "127.0.0.1" if here else _own_address(named)
+    try:
+        server = socket.create_server((own, 0), backlog=socket.SOMAXCONN)
+    except OSError:  # no loopback interface: what the launcher says then is the cause
+        server = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+    server.setblocking(False)
+    return server, f"{own}:{server.getsockname()[1]}"
+
+
+def _own_address(named: Sequence[str]) -> str:
+    """This host's address as the first of these reaches it that is another host, or as hosts that it does not know."""
+    for name in (*named[:_LOOKED_UP], _SOMEWHERE):
+        with contextlib.suppress(OSError, UnicodeError, subprocess.TimeoutExpired):  # the launcher may know it
+            own = hosts.own_address(hosts.address(name))
+            if not own.startswith("127."):
+                return own
+    return "127.0.0.1"
+
+
+@dataclass(eq=False)
+class Peer:
+    """The process beside one rank, see ``rank``.
+
+    Attributes:
+        connection: to it; not blocking.
+        nonce: what it has to show that it knows the secret of.
+        known: it has shown that.
+        pid: its process id.
+        host: the name of its host.
+        rank: which rank it is, None until it has said so.
+        received: the beginning of a frame whose rest has not come yet.
+        errors: what the rank writes to standard error.
+        reports: Horovod's stall reports in it; None where nobody asked for them.
+        in_init: it is inside Horovod's ``init``; None until then.
+        joined: it has found other ranks: Horovod, MPI, a process group or a strategy of TensorFlow has.
+        trained: an optimizer of it has taken a step.
+        killed_workers: processes that it started and that a signal killed: process id and signal.
+        stacks: the Python stacks that it handed in.
+        end: how the rank ended, None until then.
+    """
+
+    connection: socket.socket
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(wire.NONCE_BYTES))
+    known: bool = False
+    pid: int = 0
+    host: str = ""
+    rank: int | None = None
+    received: bytearray = field(default_factory=bytearray)
+    errors: ErrorStream = field(default_factory=ErrorStream)
+    reports: StallReports | None = None
+    in_init: bool | None = None
+    joined: bool = False
+    trained: bool = False
+    killed_workers: list[tuple[int, int]] = field(default_factory=list)
+    stacks: bytearray = field(default_factory=bytearray)
+    end: RankEnd | None = None
+
+    def order(self, order: bytes) -> None:
+        """Tell it to stop, kill or dump."""
+        with contextlib.suppress(OSError):  # it has just ended by itself
+            self.connection.send(order)
+
+    def shake_hands(self, data: bytes, secret: str) -> bool | None:
+        """Take the answer to the nonce, and show that this side knows the secret, too.
+
+        Returns:
+            True once it has shown that, None while it has not said enough, False for a stranger.
+        """
+        self.received += data
+        size = wire.NONCE_BYTES + wire.PROOF_BYTES
+        if len(self.received) < size:
+            return None
+        nonces = self.nonce + self.received[: wire.NONCE_BYTES]
+        if not hmac.compare_digest(self.received[wire.NONCE_BYTES : size], wire.proof(secret, b"rank", nonces)):
+            return False
+        del self.received[:size]
+        self.known = True
+        self.order(wire.proof(secret, b"launch", nonces))
+        return True
+
+    def report(self, data: bytes) -> None:
+        """Take what its Pythons say: stacks, and lines of ``stalls.report`` among them."""
+        self.stacks += data
+        for found in _REPORTED.finditer(bytes(self.stacks)):
+            if found["worker"]:
+                self.killed_workers.append((int(found["worker"]), int(found["signal"])))
+            elif found["init"]:
+                self.in_init = found["init"] == IN_INIT
+            self.joined |= bool(found["joined"])
+            self.trained |= bool(found["trained"])
+        self.stacks[:] = _REPORTED.sub(b"", self.stacks)
+
+    def receive(self) -> bytes:
+        """What has come; nothing when the connection is at its end."""
+        try:
+            return self.connection.recv(RECEIVE_BYTES)
+        except OSError:
+            return b""
+
+    def frames(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Kind and payload of each frame that ``data`` completes."""
+        self.received += data
+        while len(self.received) >= wire.HEADER.size:
+            kind, length = wire.HEADER.unpack_from(self.received)
+            end = wire.HEADER.size + length
+            if len(self.received) < end:
+                return
+            payload = bytes(self.received[wire.HEADER.size : end])
+            del self.received[:end]
+            yield kind, payload
+
+
+@dataclass
+class Signals:
+    """Signals as events of the one loop that sees everything else."""
+
+    wakeup: socket.socket
+    received: deque[int] = field(default_factory=deque)
+    interrupted: bool = False
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler; what follows from the signal is done by the loop."""
+        self.received.append(number)
+        self.interrupted = self.interrupted or number in wire.ENDING
+
+
+@contextlib.contextmanager
+def watched_signals() -> Iterator[Signals]:
+    """Collect the signals that end a job, that its ranks handle, or that say that a child has ended."""
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        sender.setblocking(False)
+        signals = Signals(receiver)
+        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        try:
+            with handled((signal.SIGCHLD, *wire.ENDING, *wire.PASS_ON), signals.note):
+                yield signals
+        finally:
+            signal.set_wakeup_fd(previous_fd)

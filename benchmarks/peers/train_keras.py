@@ -1,12 +1,17 @@
-"""One rank of a Keras variant of ``peers.py``: ``fit``."""
+"""One rank of a Keras variant of ``peers.py``: ``fit``, on the backend of KERAS_BACKEND."""
+
+import itertools
+import os
 
 import keras
-import tensorflow as tf
+import numpy as np
 from keras_models import loss_of, make_model, make_optimizer, one_thread, weights_of
-from rank import Clock, parse, place
+from rank import BATCHES, Clock, parse, place
 
 
 class AfterEachStep(keras.callbacks.Callback):
+    """Keras waits for the step's loss before it calls this, also on jax."""
+
     def __init__(self, step_done):
         super().__init__()
         self.step_done = step_done
@@ -25,6 +30,7 @@ def with_hvdkit(name):
 
 
 def with_horovod(name):
+    """On the tensorflow backend."""
     import horovod.tensorflow as hvd
 
     class AveragingSGD(keras.optimizers.SGD):
@@ -40,18 +46,43 @@ def with_horovod(name):
     return hvd.rank(), hvd.size(), model, AveragingSGD.from_config(make_optimizer().get_config()), []
 
 
+def with_data_parallel(name):
+    """On the jax backend, which alone has it: each process one device, and its batch a part of the global one."""
+    import jax
+
+    one_thread()
+    rank, size = place()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    jax.distributed.initialize(address, num_processes=size, process_id=rank)
+    keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
+    return rank, size, make_model(name), make_optimizer(), []
+
+
 def alone(name):
     one_thread()
     return *place(), make_model(name), make_optimizer(), []
 
 
-VARIANTS = {"hvdkit": with_hvdkit, "horovod": with_horovod, "alone": alone}
+VARIANTS = {"hvdkit": with_hvdkit, "horovod": with_horovod, "peer": with_data_parallel, "alone": alone}
+
+
+def batches_of(x, y, batch_size):
+    """Batches without end: a ``tf.data.Dataset`` on the tensorflow backend, which others need not have."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size).repeat()
+    batches = list(zip(np.split(x, BATCHES), np.split(y, BATCHES), strict=True))
+    return (batches[number % BATCHES] for number in itertools.count())
 
 
 def steps_of(job, rank, model, optimizer, callbacks):
     """A function that trains so many steps, and calls another after each."""
-    model.compile(optimizer, loss_of(), jit_compile=False)
-    data = tf.data.Dataset.from_tensor_slices(job.data(rank)).batch(job.batch_size).repeat()
+    compiled = keras.backend.backend() == "jax"
+    model.compile(optimizer, loss_of(), jit_compile=compiled)
+    data = batches_of(*job.data(rank), job.batch_size)
 
     def train(count, step_done):
         model.fit(data, steps_per_epoch=count, epochs=1, verbose=0, callbacks=[*callbacks, AfterEachStep(step_done)])

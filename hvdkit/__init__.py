@@ -4,6 +4,8 @@ Training scripts import one framework binding (``hvdkit.torch``, ``hvdkit.tensor
 module itself loads the standard library only.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from hvdkit.errors import (
     AgreementError,
     CheckpointError,
@@ -20,6 +22,9 @@ from hvdkit.errors import (
     TopologyMismatchError,
 )
 from hvdkit.steps.topology import Topology
+
+if TYPE_CHECKING:
+    from hvdkit.jobs.function import run
 
 __version__ = "0.3.0"
 
@@ -39,4 +44,14 @@ __all__ = [
     "Topology",
     "TopologyMismatchError",
     "__version__",
+    "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``run``, which loads the launcher."""
+    if name == "run":
+        from hvdkit.jobs.function import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

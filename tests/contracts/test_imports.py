@@ -25,7 +25,7 @@ BELOW = {
     "core": {"errors"},
     "steps": {"errors", "core"},
     "observe": {"errors", "core", "steps"},
-    "top": {"errors", "core", "steps"},
+    "top": {"errors", "core", "steps", "jobs"},  # jobs when hvdkit.run is asked for
     "common": {"top", "errors", "core", "steps", "observe"},
     "torch": {"top", "errors", "core", "steps", "observe"},
     "arrays": {"top", "errors", "core", "steps", "observe"},

@@ -375,6 +375,21 @@ def test_torch_distributed_starts_from_the_environment_and_no_command_line_holds
         assert not token or token.encode() not in line
 
 
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_a_function_runs_on_ranks_of_two_hosts(hosts, rank_of, launcher):
+    _, environment = rank_of(join)
+    named = ",".join(f"{name}:1" for name in hosts.names[:2])
+    call = (
+        "import os, hvdkit\nprint(hvdkit.run(lambda x: [x, os.uname().nodename], 2, args=(7,), "
+        f"hosts={named!r}, launcher={launcher!r}))"
+    )
+    words = [*hosts.inside(0), sys.executable, "-c", call]
+    environment = {**environment, "PATH": f"{hosts.bin}{os.pathsep}{environment['PATH']}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    hosts.clear()
+    assert done.stdout == f"{[[7, name] for name in hosts.names[:2]]}\n", done.stderr
+
+
 LIMITS = {
     "horovodrun": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
     "mpirun": {

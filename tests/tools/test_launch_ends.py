@@ -17,6 +17,7 @@ from hvdkit.jobs.launch import supervise
 from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.outcome import first_failure
 from hvdkit.jobs.launch.peer import Peer, Signals
+from hvdkit.jobs.launch.shown import JobOutput
 from hvdkit.steps import secret
 
 PLAN = LaunchPlan(3, "mpirun", (), (), {}, {}, "RANK", grace_s=60.0)
@@ -29,7 +30,8 @@ class Watched:
         self.now, self.seen = 0.0, []
         self.signals = Signals(connection)
         plan = replace(PLAN, **options)
-        self.job = job = supervise._Job(plan, self.signals, server, "", tagged=True, verbose=False)
+        shown = JobOutput(plan.launcher_name, tagged=True, verbose=False)
+        self.job = job = supervise._Job(plan, self.signals, server, "", shown)
         job._timers = sched.scheduler(lambda: self.now, self.pass_time)
         job._launcher = SimpleNamespace(poll=lambda: None, pid=2**22 + 1, returncode=0)
         monkeypatch.setattr(os, "killpg", self.note)
@@ -119,10 +121,10 @@ def test_an_elastic_job_of_fewer_ranks_has_its_grace(watched, there):
 def test_a_signal_that_ends_the_job_leaves_the_grace_where_nobody_reads_the_output(watched):
     it = watched()
     it.signals.note(signal.SIGTERM, None)
-    it.job._shown._on_unread()
+    it.job._shown.on_unread()
     assert not it.at(wire.STOP)
     it.signals.interrupted = False
-    it.job._shown._on_unread()
+    it.job._shown.on_unread()
     assert it.at(wire.STOP)
 
 

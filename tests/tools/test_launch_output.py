@@ -24,7 +24,9 @@ def written():
 
 
 def output(*, tagged=True, patient=True, unread=lambda: None):
-    return JobOutput("mpirun", tagged=tagged, verbose=False, give_up=lambda: not patient, on_unread=unread)
+    made = JobOutput("mpirun", tagged=tagged, verbose=False)
+    made.give_up, made.on_unread = lambda: not patient, unread
+    return made
 
 
 def write(fd, pieces, **options):

@@ -16,6 +16,8 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.launch import facts, plan, recordings, stage, supervise
 from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.options import OPTIONS, Request
+from hvdkit.jobs.launch.outcome import JobEnd
+from hvdkit.jobs.launch.shown import Write
 from hvdkit.prepare.doctor import job as ranks
 from hvdkit.prepare.doctor.two_ranks import WRITING
 
@@ -55,7 +57,15 @@ def launch(*, command: tuple[str, ...], **typed: Any) -> int:
       hvdkit launch -n 4096 --ppn 4 --stage -- python train.py
       hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
     """
-    request = facts.settle(command, os.environ, **typed)
+    return start(facts.settle(command, os.environ, **typed)).status
+
+
+def start(request: Request, write: Write | None = None) -> JobEnd:
+    """Run what is asked for to its end, with all that comes before and after it.
+
+    Args:
+        write: see ``supervise.run``.
+    """
     job = _plan(request)
     for note in job.notes:
         click.echo(f"hvdkit launch: {note}", err=True)
@@ -67,17 +77,17 @@ def launch(*, command: tuple[str, ...], **typed: Any) -> int:
     if request.dry_run:
         for shown in filter(None, (staging, job)):
             click.echo(plan.command_line(shown))
-        return 0
+        return JobEnd(0, interrupted=False)
     status, why = 0, "it could not train"
     if request.preflight and not _could_train(job):
         status = 1
     elif staging is not None:
         status, why = supervise.run(staging, tagged=False).status, "the environment was not staged"
     if status:
-        click.echo(f"hvdkit launch: {command[0]} was not started, since {why}.", err=True)
-        return status
+        click.echo(f"hvdkit launch: {request.command[0]} was not started, since {why}.", err=True)
+        return JobEnd(status, interrupted=False)
     with recordings.recorded(request, job):
-        return _run(request, job)
+        return _run(request, job, write)
 
 
 def _could_train(job: LaunchPlan) -> bool:
@@ -94,8 +104,8 @@ def _could_train(job: LaunchPlan) -> bool:
         return ranks.could_train(Path(directory))
 
 
-def _run(request: Request, job: LaunchPlan) -> int:
-    """Run a job, and again from the start while it fails, at most ``--restarts`` times more; the last exit status."""
+def _run(request: Request, job: LaunchPlan, write: Write | None) -> JobEnd:
+    """Run a job, and again from the start while it fails, at most ``--restarts`` times more; the last end."""
     attempt = 0
     while True:
         if not job.elastic:
@@ -104,9 +114,9 @@ def _run(request: Request, job: LaunchPlan) -> int:
                 job = _plan(replace(request, variables={**request.variables, **number}))
             else:
                 job = replace(job, environment={**job.environment, **number})
-        ended = supervise.run(job, tagged=request.tag, verbose=request.verbose)
+        ended = supervise.run(job, tagged=request.tag, verbose=request.verbose, write=write)
         if ended.status == 0 or ended.interrupted or attempt == request.restarts:
-            return ended.status
+            return ended
         attempt += 1
         click.echo(f"hvdkit launch: restart {attempt} of {request.restarts} after status {ended.status}.", err=True)
         time.sleep(_PAUSE_S)

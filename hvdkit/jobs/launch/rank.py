@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
     address, rank_variable, grace_s, *command = arguments
     try:
         rank = _rank(rank_variable)
-        connection = _connect(address)
+        connection = connect(address)
     except ValueError as error:
         sys.stderr.write(f"hvdkit launch: {error}\n")
         return 1
@@ -144,7 +144,7 @@ def _rank(variable: str) -> int:
     return launched.rank
 
 
-def _connect(address: str) -> socket.socket:
+def connect(address: str) -> socket.socket:
     """A connection to ``hvdkit launch``, which has shown that it is the one that started this.
 
     Raises:

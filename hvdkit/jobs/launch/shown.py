@@ -23,6 +23,8 @@ START_UP = re.compile(
 _PATIENCE_S = 0.2
 _Stream = tuple[str, int]
 """Who writes, and to which descriptor."""
+Write = Callable[[int, bytes], None]
+"""Takes what is for a descriptor."""
 
 
 class JobOutput:
@@ -32,22 +34,24 @@ class JobOutput:
         launcher: its name, for the tag of what it writes itself.
         tagged: put ``[rank] `` before each line.
         verbose: show START_UP, too.
+        write: takes what is shown; None for this process's own descriptors.
+    Attributes:
         give_up: asked while a reader takes nothing (a pager at its first page): True to wait no longer for it.
         on_unread: called once when nobody reads any more.
-    Attributes:
         unread: nobody reads any more; what comes is dropped.
         held: what the launcher wrote and is not to be seen yet: after a failure it only repeats at length what the last
             line of this program says, and some launchers chatter before the ranks run.
     """
 
-    def __init__(
-        self, launcher: str, *, tagged: bool, verbose: bool, give_up: Callable[[], bool], on_unread: Callable[[], None]
-    ) -> None:
+    give_up: Callable[[], bool]
+    on_unread: Callable[[], None]
+
+    def __init__(self, launcher: str, *, tagged: bool, verbose: bool, write: Write | None = None) -> None:
         self.unread = False
         self.held = bytearray()
         self._launcher = launcher
         self._tagged, self._verbose = tagged, verbose
-        self._give_up, self._on_unread = give_up, on_unread
+        self._write_elsewhere = write
         self._buffers: dict[_Stream, LineBuffer] = defaultdict(LineBuffer)
         self._last_writer: _Stream | None = None
         self._unfinished: _Stream | None = None  # who wrote the last line, if it ended in \r
@@ -118,6 +122,9 @@ class JobOutput:
             self._unfinished = None
 
     def _write(self, fd: int, data: bytes) -> None:
+        if self._write_elsewhere is not None:
+            self._write_elsewhere(fd, data)
+            return
         view = memoryview(b"" if self.unread else data)
         with contextlib.suppress(BrokenPipeError):
             while view:
@@ -125,8 +132,8 @@ class JobOutput:
                 if writable:
                     # What select promises is room for this much without blocking.
                     view = view[os.write(fd, view[: select.PIPE_BUF]) :]
-                elif self._give_up():
+                elif self.give_up():
                     break
         if view:
             self.unread = True
-            self._on_unread()
+            self.on_unread()

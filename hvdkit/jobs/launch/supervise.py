@@ -31,7 +31,7 @@ from hvdkit.jobs.launch.mpirun import SESSIONS
 from hvdkit.jobs.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early
 from hvdkit.jobs.launch.peer import RECEIVE_BYTES, Peer, Signals, listener, watched_signals
 from hvdkit.jobs.launch.reach import LOST_DAEMON, Reach
-from hvdkit.jobs.launch.shown import STDERR, STDOUT, JobOutput
+from hvdkit.jobs.launch.shown import STDERR, STDOUT, JobOutput, Write
 from hvdkit.jobs.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.jobs.launch.start import start
 from hvdkit.jobs.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
@@ -63,13 +63,14 @@ _REPORT_S = 0.3
 """Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
 
 
-def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobEnd:
+def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False, write: Write | None = None) -> JobEnd:
     """Run a job to its end.
 
     Args:
         plan: what to start.
         tagged: put ``[rank] `` before each line of output.
         verbose: show TensorFlow's start-up lines, too.
+        write: takes what is shown; None for this process's standard output and error.
     Raises:
         LaunchError: the launcher cannot be started.
     """
@@ -81,7 +82,8 @@ def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobE
     with watched_signals() as signals, contextlib.closing(server), _sessions(plan) as variables:
         shared = secret.checked(plan.environment.get(secret.VARIABLE) or secret.new())
         plan = replace(plan, environment={**plan.environment, **variables, secret.VARIABLE: shared})
-        return _Job(plan, signals, server, address, tagged=tagged, verbose=verbose).run()
+        shown = JobOutput(plan.launcher_name, tagged=tagged, verbose=verbose, write=write)
+        return _Job(plan, signals, server, address, shown).run()
 
 
 @contextlib.contextmanager
@@ -112,19 +114,15 @@ class _Job:
     """A job from its start to the sentence on its end: first what happens to it, then what is done about it."""
 
     def __init__(
-        self, plan: LaunchPlan, signals: Signals, listener: socket.socket, address: str, *, tagged: bool, verbose: bool
+        self, plan: LaunchPlan, signals: Signals, listener: socket.socket, address: str, shown: JobOutput
     ) -> None:
         self._plan = plan
         self._signals = signals
         self._listener, self._address = listener, address
         self._reach = Reach([host.name for host in plan.hosts])
-        self._shown = JobOutput(
-            plan.launcher_name,
-            tagged=tagged,
-            verbose=verbose,
-            give_up=lambda: signals.interrupted,
-            on_unread=lambda: None if signals.interrupted else self._stop(),
-        )
+        self._shown = shown
+        shown.give_up = lambda: signals.interrupted
+        shown.on_unread = lambda: None if signals.interrupted else self._stop()
         self._selector = selectors.DefaultSelector()
         self._timers = sched.scheduler(time.monotonic)
         self._phase = JobPhase.RUNNING
@@ -165,7 +163,8 @@ class _Job:
         if left := wire.kill_descendants(spared=before):
             self._note_survivors(socket.gethostname(), map(wire.with_state, left))
         status = self._conclude()
-        return JobEnd(status, interrupted=self._signal is not None or self._shown.unread)
+        interrupted = self._signal is not None or self._shown.unread
+        return JobEnd(status, interrupted=interrupted, failure=first_failure(self._ends))
 
     @property
     def _all_started(self) -> bool:

@@ -1,0 +1,268 @@
+"""``hvdkit.run``: a function on N ranks, from Python; and what runs it on each rank.
+
+The function goes to the ranks over a connection of their own to this process, and their results come back over it.
+Both sides show first that they know the job's secret, which stands on no command line (``launch.rank.proof``): what is
+unpickled comes from the job itself. ``hvdkit launch`` does the rest.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import secrets
+import socketserver
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from io import BufferedIOBase
+from typing import Any
+
+from hvdkit.errors import InvalidArgumentError, LaunchError, MissingFrameworkError
+from hvdkit.jobs.launch import rank as wire
+from hvdkit.steps import launchers, secret
+
+_LENGTH = struct.Struct("!Q")
+_RETURNED, _RAISED = b"returned", b"raised"
+
+
+def run(
+    function: Callable[..., Any],
+    n: int | None = None,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    hosts: str | None = None,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Call a function on every rank of a new job, as ``hvdkit launch`` starts it, and wait for all results. ::
+
+        def train(rate):
+            world = hk.init()
+            ...
+            return loss
+
+        losses = hvdkit.run(train, n=4, args=(0.1,))
+
+    Output comes as the ranks write it, each line with its rank. The first rank that fails ends the job.
+
+    Args:
+        function: also a lambda, or one of a notebook; sent by cloudpickle, as are arguments and results.
+        n: ranks, >= 1; None where ``ppn`` says how many each host takes.
+        args, kwargs: of the function, the same on every rank.
+        hosts: as ``--hosts``: "h1:4,h2:4"; None for the batch job's, or this machine.
+        env: variables of every rank.
+        options: any other option of ``hvdkit launch`` by its name with underscores, such as ``threads=2``,
+            ``timeline="trace.json"``, ``stall_timeout=60`` or ``restarts=1``.
+    Returns:
+        What the function returned, by rank.
+    Raises:
+        InvalidArgumentError: an argument is wrong, or this is not the main thread, which alone gets signals.
+        MissingFrameworkError: cloudpickle is not installed.
+        LaunchError: the job failed otherwise than by an exception of the function.
+        KeyboardInterrupt: it was interrupted; every rank has been ended.
+        Exception: what the function raised on the rank that failed first.
+    """
+    from hvdkit.jobs.launch import cli, facts, peer
+
+    if not callable(function):
+        raise InvalidArgumentError(f"run takes a function, got {type(function).__name__}.")
+    if threading.current_thread() is not threading.main_thread():
+        raise InvalidArgumentError("run was called in another than the main thread, which alone gets signals.")
+    words = _as_typed({**options, "n": n, "hosts": hosts, "variables": dict(env or {})})
+    command = (str(facts.own_python()), "-m", "hvdkit.jobs.function")
+    request = facts.settle(command, os.environ, **words)
+    work = _pickled((list(sys.path), _pickled((function, tuple(args), dict(kwargs or {})))))
+    listener, address = peer.listener([host.name for host in request.hosts], here=not request.hosts)
+    with _Server(listener, work) as server, _known_secret(server):
+        ended = cli.start(replace(request, command=(*command, address)), _writer())
+    if ended.interrupted:
+        raise KeyboardInterrupt if ended.status == 130 else SystemExit(ended.status)
+    if ended.status:
+        failed = ended.failure
+        if failed is not None and failed.rank in server.errors:
+            raise server.errors[failed.rank]
+        raise LaunchError(f"{failed or f'the job ended with status {ended.status}'}; the lines above say more.")
+    absent = sorted(set(range(request.n)) - set(server.results))
+    if absent:
+        raise LaunchError(f"rank {absent[0]} ended before the function returned, by sys.exit or os._exit.")
+    return [server.results[rank] for rank in range(request.n)]
+
+
+def _as_typed(given: dict[str, Any]) -> dict[str, Any]:
+    """Options by name as the command line gives them: converted and checked by click."""
+    import click
+
+    from hvdkit.jobs.launch.options import OPTIONS
+
+    known = [name for name in OPTIONS if name not in ("module", "dry_run")]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise InvalidArgumentError(f"run has no option {unknown[0]!r}; its options are {', '.join(known)}.")
+    options: list[click.Parameter] = [
+        click.Option([*OPTIONS[name].flags, name], **OPTIONS[name].click) for name in known
+    ]
+    command = click.Command("run", params=options)
+    words = []
+    for name, value in given.items():
+        flag = OPTIONS[name].flags[0]
+        if name == "variables":
+            words += [word for variable, text in value.items() for word in (flag, f"{variable}={text}")]
+        elif value is True or value is False:
+            words += [part for part in flag.split("/")[0 if value else 1 :][:1]]
+        elif value is not None:
+            words += [flag, str(value)]
+    try:
+        return dict(command.make_context("run", words).params)
+    except click.ClickException as error:
+        raise InvalidArgumentError(error.format_message()) from error
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingFrameworkError("hvdkit.run needs cloudpickle: `pip install cloudpickle`.") from error
+    made: bytes = cloudpickle.dumps(value)
+    return made
+
+
+def _writer() -> Callable[[int, bytes], None] | None:
+    """Where output goes that is not to go to this process's descriptors: a notebook's cell, a test's capture."""
+    streams = {1: sys.stdout, 2: sys.stderr}
+    try:
+        if all(stream.fileno() == fd for fd, stream in streams.items()):
+            return None
+    except (AttributeError, OSError, ValueError):  # no file behind it
+        pass
+
+    def write(fd: int, data: bytes) -> None:
+        streams[fd].write(data.decode(errors="replace"))
+        streams[fd].flush()
+
+    return write
+
+
+@contextmanager
+def _known_secret(server: _Server) -> Iterator[None]:
+    """Have the job's secret in the environment, from which ``hvdkit launch`` takes it."""
+    before = os.environ.get(secret.VARIABLE)
+    server.secret = os.environ[secret.VARIABLE] = secret.checked(before) if before else secret.new()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[secret.VARIABLE]
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Gives every rank the function, and keeps what each returns or raises."""
+
+    daemon_threads = True
+
+    def __init__(self, listener: Any, work: bytes) -> None:
+        super().__init__(listener.getsockname(), _Rank, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.work = listener, work
+        self.secret = ""
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, BaseException] = {}
+        self._thread = threading.Thread(target=self.serve_forever, name="hvdkit.run", daemon=True)
+
+    def __enter__(self) -> _Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def handle_error(self, *_: object) -> None:
+        """A rank that has ended meanwhile; ``hvdkit launch`` says how."""
+
+
+class _Rank(socketserver.StreamRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        """Serve one rank."""
+        ours = secrets.token_bytes(wire.NONCE_BYTES)
+        self.wfile.write(ours)
+        nonces = ours + self.rfile.read(wire.NONCE_BYTES)
+        known = wire.proof(self.server.secret, b"rank", nonces)
+        if not hmac.compare_digest(self.rfile.read(wire.PROOF_BYTES), known):
+            return
+        self.wfile.write(wire.proof(self.server.secret, b"launch", nonces))
+        _send(self.wfile, self.server.work)
+        rank = int(_receive(self.rfile))
+        how, value = _receive(self.rfile), _receive(self.rfile)
+        if how == _RETURNED:
+            self.server.results[rank] = pickle.loads(value)  # noqa: S301  # of this job: it knew the secret
+        else:
+            self.server.errors[rank] = _error(rank, value)
+
+
+def _error(rank: int, value: bytes) -> BaseException:
+    """What a rank raised, with where; where it cannot be made again, its text."""
+    pickled, text = pickle.loads(value)  # noqa: S301  # of this job, as above
+    try:
+        error: BaseException = pickle.loads(pickled)  # noqa: S301
+    except Exception:  # a class whose __init__ takes other arguments than it keeps
+        error = LaunchError(text.strip().splitlines()[-1])
+    error.add_note(f"On rank {rank}:\n{text}")
+    return error
+
+
+def _send(stream: BufferedIOBase, data: bytes) -> None:
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def _receive(stream: BufferedIOBase) -> bytes:
+    header = stream.read(_LENGTH.size)
+    data = stream.read(_LENGTH.unpack(header)[0]) if len(header) == _LENGTH.size else b""
+    if len(header) < _LENGTH.size or len(data) < _LENGTH.unpack(header)[0]:
+        raise ConnectionResetError("the other side hung up")
+    return data
+
+
+def main(address: str) -> None:
+    """One rank: call the function, and give back what it returns or raises."""
+    launched = launchers.detect(os.environ)
+    if launched is None:
+        raise SystemExit("hvdkit.run: the launcher says in no variable that is known here which rank this is.")
+    try:
+        connection = wire.connect(address)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"hvdkit.run: rank {launched.rank} cannot reach {address}: {error}") from error
+    with connection, connection.makefile("rb") as received, connection.makefile("wb") as sent:
+        connection.settimeout(None)
+        path, work = pickle.loads(_receive(received))  # noqa: S301  # of this job: it knew the secret
+        sys.path += [entry for entry in path if entry not in sys.path]
+        _send(sent, str(launched.rank).encode())
+        try:
+            function, args, kwargs = pickle.loads(work)  # noqa: S301
+            value = _pickled(function(*args, **kwargs))
+        except Exception as error:
+            _send(sent, _RAISED)
+            _send(sent, _pickled((_as_pickled(error), traceback.format_exc())))
+            raise
+        _send(sent, _RETURNED)
+        _send(sent, value)
+
+
+def _as_pickled(error: Exception) -> bytes:
+    try:
+        return _pickled(error)
+    except Exception:  # it holds what cannot travel
+        return b""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -104,7 +104,9 @@ READ = {
 TARGETS = Place("agreement.md", "Tokens, pixels (TensorFlow)")
 """On ranks of TensorFlow, by ``test_tensorflow_optimizers.py``."""
 
-RUN = [*TORCH, *KERAS, ARRAYS, *RECORDED, *READ, TARGETS]
+PROGRAM = Place("launch.md", "From Python")
+"""A whole program."""
+RUN = [*TORCH, *KERAS, ARRAYS, *RECORDED, *READ, TARGETS, PROGRAM]
 
 
 def names_of(block: Block, shelf: Any) -> dict[str, Any]:

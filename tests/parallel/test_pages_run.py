@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from pages import blocks, run
 from programs_pages import (
     ARRAYS,
     KERAS,
+    PROGRAM,
     READ,
     RECORDED,
     TORCH,
@@ -20,7 +23,7 @@ from programs_pages import (
     names_of,
     true_after,
 )
-from ranks import on_ranks
+from ranks import missing, on_ranks
 
 TIMELINE = Path(__file__).parents[1] / "data" / "timelines" / "atpesc-2023-cpu-8ranks.json"
 
@@ -74,3 +77,10 @@ def test_a_block_that_reads_a_timeline_runs(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run(code(place), {})
     assert true_after(READ[place], names)
+
+
+@pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod (`make test` installs all)")
+def test_the_program_that_starts_its_ranks_prints_what_it_says(tmp_path):
+    (tmp_path / "program.py").write_text(code(PROGRAM))
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == code(PROGRAM).rpartition("# ")[2].strip() + "\n", done.stderr

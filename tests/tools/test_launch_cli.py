@@ -25,7 +25,7 @@ def machine(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(facts, "gather", lambda request, environ: found)
     monkeypatch.setattr(facts, "own_python", lambda: found.python)
-    monkeypatch.setattr(supervise, "run", lambda job, tagged, verbose: pytest.fail("a job was started"))
+    monkeypatch.setattr(supervise, "run", lambda job, tagged, verbose, write: pytest.fail("a job was started"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -117,7 +117,7 @@ def test_dry_run_prints_one_line_and_explain_goes_to_stderr(capsys):
 
 def test_the_job_that_is_planned_is_run_and_its_status_passed_on(capsys, monkeypatch):
     jobs = []
-    monkeypatch.setattr(supervise, "run", lambda job, tagged, verbose: jobs.append((job, tagged)) or ended(3))
+    monkeypatch.setattr(supervise, "run", lambda job, tagged, verbose, write: jobs.append((job, tagged)) or ended(3))
     status, _, err = launch(capsys, "-n", "5", "--no-tag", "train.py")
     ((job, tagged),) = jobs
     assert (status, job.n, tagged) == (3, 5, False)
@@ -127,7 +127,7 @@ def test_the_job_that_is_planned_is_run_and_its_status_passed_on(capsys, monkeyp
 def test_a_limit_for_collectives_reaches_horovod_and_the_job(capsys, monkeypatch):
     monkeypatch.setenv("HOROVOD_LOG_LEVEL", "error")
     jobs = []
-    monkeypatch.setattr(supervise, "run", lambda job, tagged, verbose: jobs.append(job) or ended(0))
+    monkeypatch.setattr(supervise, "run", lambda job, tagged, verbose, write: jobs.append(job) or ended(0))
     launch(capsys, "-n", "2", "--stall-timeout", "60", "--stall-dir", "stacks", "train.py")
     launch(capsys, "-n", "2", "--stall-timeout", "0.5", "train.py")
     launch(capsys, "-n", "2", "train.py")
@@ -149,7 +149,7 @@ def test_a_profile_reaches_every_python_of_the_ranks_beside_the_users_own_path(c
     monkeypatch.setenv("PYTHONPATH", "/mine:/yours")
     jobs = []
 
-    def run(job, tagged, verbose):
+    def run(job, tagged, verbose, write):
         jobs.append(job)
         if len(jobs) == 1:
             (Path("profile") / "trace-0-of-2.json.gz").touch()

@@ -66,7 +66,7 @@ def in_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], limit: float) ->
     return [*full, *growing.values()]
 
 
-def by_arrival(arrived: Mapping[Hashable, int], gradients: Sequence[Hashable]) -> list[int]:
+def by_arrival(arrived: Mapping[Any, int], gradients: Sequence[Hashable]) -> list[int]:
     """For each gradient when it is expected, to be sorted by: those that were seen, then the last layers first.
 
     Args:
@@ -77,6 +77,6 @@ def by_arrival(arrived: Mapping[Hashable, int], gradients: Sequence[Hashable]) -
     return [arrived.get(gradient, last - place) for place, gradient in enumerate(gradients)]
 
 
-def sorted_alike(arrivals: Sequence[Sequence[int]]) -> list[int]:
-    """The order of all ranks' gradients: that of the first rank's ``by_arrival``; the same on each of them."""
+def sorted_alike(arrivals: Sequence[Any]) -> list[int]:
+    """The order of all ranks' gradients, from the ``by_arrival`` of each rank: that of the first."""
     return [int(place) for place in np.argsort(np.asarray(arrivals[0]), kind="stable")]

@@ -42,8 +42,7 @@ from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
-from hvdkit.torch.bucket_layout import BucketLayout
-from hvdkit.torch.buckets import FUSION_BYTES
+from hvdkit.torch.buckets import FUSION_BYTES, BucketLayout
 from hvdkit.torch.buffers import broadcast_each_step, end_each_step
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.copies import COPIES

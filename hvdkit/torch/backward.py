@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
-from hvdkit.torch import multi_optimizer
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def eagerly(function: _Function) -> _Function:
-    """Where a step is compiled as a whole, dynamo would trace what autograd and the optimizer call.
-
-    As torch.compiler.disable, whose wrapper costs each hook microseconds, compiled or not. This marks the code, which
-    must be the function's own: what a decorator has wrapped shares its code with others.
-    """
-    try:
-        from torch._C._dynamo import eval_frame
-
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    except (ImportError, AttributeError):  # before PyTorch 2.7
-        return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
-    return function
+from hvdkit.torch import multi_optimizer, private
 
 
 class BackwardTracker:
@@ -43,13 +24,13 @@ class BackwardTracker:
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
-    def mark_ready(self, exchange: multi_optimizer.ReachedExchange, parameter: torch.Tensor) -> None:
-        """Called in backward by every hook.
+    def mark_ready(self, exchange: multi_optimizer.ReachedExchange, parameter: torch.Tensor) -> int:
+        """A graph has reached an exchange; returns the number of the graph, which may be one within another.
 
         Raises:
             InvalidArgumentError: another thread is in backward.
         """
-        task = torch._C._current_graph_task_id()
+        task = private.current_graph_task()
         if task not in self._tasks:
             if not self._ends:  # the graph that held them is gone: an error ended it
                 multi_optimizer.cancel(self._reached)
@@ -66,16 +47,17 @@ class BackwardTracker:
         if exchange not in self._reached:
             self._reached.append(exchange)
             exchange.begin()
+        return task
 
     def _queue_end(self) -> None:
         end = _End(self)
         self._ends.add(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        private.at_the_end_of_backward(end)
 
-    @eagerly
+    @private.eagerly
     def end(self, end: _End) -> None:
         """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""
-        node = torch._C._current_autograd_node()
+        node = private.current_node()
         if node is not None:
             self._end_with(node, end)
             return
@@ -85,9 +67,7 @@ class BackwardTracker:
 
     def _exchange(self) -> None:
         step_times.ready()
-        # A range costs microseconds, also where nobody looks.
-        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        with record_function("hvdkit:allreduce_wait") if profiled else nullcontext():
+        with record_function("hvdkit:allreduce_wait") if private.is_profiled() else nullcontext():
             reached = multi_optimizer.exchange_all(self._reached)
         self._reached, self._tasks = [], set()
         step_times.arrived()

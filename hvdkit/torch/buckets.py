@@ -1,34 +1,393 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
-A bucket is one flat tensor: gradients, whose ``.grad`` lie in its memory; behind them one number for each, 1 where this
-rank has a gradient; and last this rank's ``BucketFlags``. After the allreduce these numbers are known on every rank,
-at the cost of no collective of their own.
+A bucket is one flat tensor: gradients, whose ``.grad`` lie in its memory, and behind them this rank's control word
+(``hvdkit.core.control``). After the allreduce every rank knows what all say, at the cost of no collective of its own.
+A step looks at all gradients of a bucket at once, by loops that run in C: models have thousands of small ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import math
 import mmap
-import sys
+import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress, repeat
 from typing import Any, Protocol
 
 import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
+from hvdkit.core import layout as core_layout
+from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
-from hvdkit.torch.bucket_layout import BucketFlags, BucketLayout, Named, Parameter, strides
+from hvdkit.torch import private
 from hvdkit.torch.reducer import REDUCED, Reducer, SparseGradient
 
+Parameter = torch.nn.Parameter
+Named = Sequence[tuple[str, Parameter]]
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 _HUGE_PAGE = 2**21
-_New = tuple[int, Parameter, torch.Tensor]  # a place, whose it is, and its gradient
+_REQUIRES_GRAD, _VERSION = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_LAYOUT = operator.attrgetter("layout")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
+
+    Attributes:
+        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
+        groups: number of buckets of each type, or which parameters go together (the others: alone).
+        sparse_as_dense: whether sparse gradients become dense ones.
+    Raises:
+        InvalidArgumentError: a number out of range, or groups that are neither.
+    """
+
+    bucket_mb: float = 4
+    groups: int | list[list[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.bucket_mb
+        if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
+            raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
+        groups = self.groups
+        if isinstance(groups, list):
+            members = [member for group in groups for member in group]
+            if not all(isinstance(member, torch.Tensor) for member in members):
+                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
+            if len(set(map(id, members))) < len(members):
+                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
+        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
+
+    def split(self, named: Named) -> Iterable[Named]:
+        """The members of each bucket, in their order."""
+        groups = self.groups
+        kinds: list[Any] = [(parameter.dtype, parameter.device) for _, parameter in named]
+        if isinstance(groups, list):
+            group_of = {id(member): number for number, group in enumerate(groups) for member in group}
+            own = [group_of.get(id(parameter), name) for name, parameter in named]
+            found: Iterable[list[int]] = core_layout.by_kind(zip(own, kinds, strict=True)).values()
+        else:
+            sizes = [parameter.numel() * parameter.element_size() for _, parameter in named]
+            limit = 1e6 * self.bucket_mb if groups is None else sum(sizes) / groups
+            found = core_layout.in_buckets(kinds, sizes, limit)
+        return [[named[place] for place in places] for places in found]
+
+
+class Members:
+    """Which parameters buckets were made of, and of what kinds they were.
+
+    Args:
+        named: these.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [weakref.ref(parameter) for _, parameter in named]
+        self._kinds = _kinds(named)
+
+    def living(self) -> list[tuple[str, Parameter]]:
+        """Those that are still in use, with their names."""
+        pairs = zip(self._names, (weak() for weak in self._parameters), strict=True)
+        return [(name, parameter) for name, parameter in pairs if parameter is not None]
+
+    def are(self, named: Named) -> bool:
+        """Whether these are the same."""
+        held = [weak() for weak in self._parameters]  # another parameter may have the id of one that is gone
+        same = len(held) == len(named) and all(old is new for old, (_, new) in zip(held, named, strict=True))
+        return same and _kinds(named) == self._kinds
+
+
+def _kinds(named: Named) -> list[tuple[Any, ...]]:
+    return [(each.dtype, each.device, each.shape, each.stride()) for _, each in named]
+
+
+class AnyBucket(Protocol):
+    """Gradients that leave together.
+
+    Attributes:
+        arrived: the id of each parameter whose gradient has come in this backward, again where it came again.
+        param_ids: of its parameters.
+        leaves_early: whether it may leave before backward has ended: no gradient of it has come twice in one.
+    """
+
+    name: str
+    param_ids: list[int]
+    arrived: list[int]
+    leaves_early: bool
+
+    def is_complete(self) -> bool: ...
+    def launch(self, reducer: Reducer, flags: Flags) -> None: ...
+    def finish(self) -> Flags: ...
+    def in_flight(self) -> bool: ...
+    def cancel(self) -> bool: ...
+    def send_empty(self, reducer: Reducer, flags: Flags) -> None: ...
+
+
+class Bucket:
+    """Gradients of one type on one device, side by side in memory.
+
+    Args:
+        named: the parameters in the order in which backward is expected to produce their gradients; may be none.
+        sparse_as_dense: whether sparse gradients become dense ones.
+    Attributes:
+        param_ids: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
+        arrived, leaves_early: see ``AnyBucket``.
+    """
+
+    def __init__(self, named: Named, sparse_as_dense: bool) -> None:
+        self.name = " .. ".join(dict.fromkeys([named[0][0], named[-1][0]])) if named else "no dense gradient"
+        self._names = [name for name, _ in named]
+        self._parameters = [weakref.ref(parameter) for _, parameter in named]
+        self.param_ids = [id(parameter) for _, parameter in named]
+        self.leaves_early = True
+        self._sparse_as_dense = sparse_as_dense
+        kind = (named[0][1].dtype, named[0][1].device) if named else (torch.float32, torch.device("cpu"))
+        lying = core_layout.placed(range(len(named)), [parameter.numel() for _, parameter in named])
+        self._numbers, self._control = lying.length, ControlWord(len(named))
+        self._where = [(each.shape, strides(each), start) for (_, each), start in zip(named, lying.starts, strict=True)]
+        self.arrived: list[int] = []
+        self._absent: list[int] = []
+        self._kept: list[tuple[torch.Tensor, int]] = []  # a gradient in the program's own memory, and its place here
+        self._sent: tuple[int, torch.Tensor, int] | None = None
+        self._lie_in(_zeros(self._numbers + len(self._control), *kind))
+
+    def _lie_in(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        self._views = [self._lying(place) for place in range(len(self._where))]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
+        self._word: Any = flat[self._numbers :]
+        self._usual_word: Any = torch.from_numpy(self._control.usual).to(self._word)
+        if flat.device.type == "cpu" and flat.dtype in REDUCED:  # a number costs a tenth through NumPy
+            self._word, self._usual_word = self._word.numpy(), self._usual_word.numpy()
+        self._owners = self._count_owners(repeat(True))
+
+    def _lying(self, place: int) -> torch.Tensor:
+        """The part of a gradient: no view to autograd, which would refuse the ``detach_()`` of older programs."""
+        shape, strides, start = self._where[place]
+        memory = self._flat.untyped_storage()
+        return self._flat.new_empty(0).set_(memory, self._flat.storage_offset() + start, shape, strides)
+
+    def _count_owners(self, chosen: Iterable[bool]) -> tuple[int, int]:
+        return private.most_owners(compress(self._views, chosen)), private.memory_owners(self._flat)
+
+    def _leave_to_holders(self, chosen: Iterable[bool]) -> None:
+        """Move, where somebody has kept a last gradient, itself or detached: theirs must not become the next one."""
+        if all(map(operator.le, self._count_owners(chosen), self._owners)):
+            return
+        before = self._views
+        self._lie_in(_zeros(self._flat.numel(), self._flat.dtype, self._flat.device).copy_(self._flat))
+        for weak, old, new in zip(self._parameters, before, self._views, strict=True):
+            parameter = weak()
+            if parameter is not None and parameter.grad is old:
+                parameter.grad = new
+
+    def _begin(self) -> None:
+        """As before the first gradient of a backward."""
+        self.arrived.clear()
+        self._absent, self._kept, self._sent = [], [], None
+
+    def in_flight(self) -> bool:
+        """Whether it is on its way."""
+        return self._sent is not None
+
+    def cancel(self) -> bool:
+        """Let arrive what is on its way, and forget it; whether there was any."""
+        sent = self._sent
+        if sent is not None:
+            synchronize(sent[0])
+        self._begin()
+        return sent is not None
+
+    def send_empty(self, reducer: Reducer, flags: Flags) -> None:
+        """Give the other ranks, which wait for it, no gradient, and what this one says."""
+        self._send(reducer, flags, range(len(self._names)))
+
+    def _send(self, reducer: Reducer, flags: Flags, absent: Sequence[int]) -> None:
+        self._control.write(self._word, flags, absent, self._usual_word)
+        self._sent = *reducer.start(self._flat, self.name), reducer.process_set.size()
+
+    def is_complete(self) -> bool:
+        """As many gradients have come as it has; whether it may leave before the end of backward.
+
+        Raises:
+            InvalidArgumentError: it had left already.
+        """
+        if self._sent is not None:
+            raise InvalidArgumentError(
+                f"the gradient of {self._names[self.param_ids.index(self.arrived[-1])]} grew after it had been sent to "
+                "the other ranks; activation checkpointing of shared weights needs use_reentrant=False."
+            )
+        if len(set(self.arrived)) < len(self.arrived):
+            self.leaves_early = False  # only the end of backward tells when it has grown for the last time
+        if not self.leaves_early:
+            return False
+        # Hooks of the program's own may still change a gradient.
+        hooks = map(private.gradient_hooks, [weak() for weak in self._parameters])
+        return max(map(len, hooks)) == 1
+
+    def _take(self, flags: Flags) -> None:
+        """Put all gradients into their places, with zeros for those that this rank does not have.
+
+        Raises:
+            InvalidArgumentError: a gradient that cannot lie in a bucket.
+        """
+        places = range(len(self._views))
+        if list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:  # ``.grad.data`` was assigned to
+            for place in places:
+                if self._views[place].data_ptr() != self._addresses[place]:
+                    self._views[place] = self._lying(place)
+        parameters: list[Any] = [weak() for weak in self._parameters]
+        if flags.changed:
+            parameters = list(map(self._fitting, places))
+        gradients: list[Any] = [None if parameter is None else parameter.grad for parameter in parameters]
+        taken = list(map(operator.is_not, gradients, self._views))
+        if not any(taken):
+            return  # they were added up where they are
+        self._leave_to_holders(taken)
+        if any(map(operator.is_, gradients, repeat(None))):
+            self._absent = [place for place in places if gradients[place] is None]
+            for place in self._absent:
+                self._views[place].zero_()
+                taken[place] = False
+        fresh: list[Any] = list(compress(gradients, taken))
+        if any(map(_REQUIRES_GRAD, fresh)) or any(map(operator.is_not, map(_LAYOUT, fresh), repeat(torch.strided))):
+            fresh = list(map(self._dense, compress(self._names, taken), fresh))
+        if fresh:
+            private.foreach_copy(list(compress(self._views, taken)), fresh)
+        if flags.late or any(map(_VERSION, fresh)):
+            # What no backward has just made, and has another holder, is the program's own memory and has to stay; but
+            # into what was expanded nothing can be written.
+            usual = private.owners_of_new(lists=2)
+            for place, gradient, held in zip(compress(places, taken), fresh, private.owners(fresh), strict=True):
+                grown = gradient._version or (flags.late and not private.overlaps_itself(gradient))
+                if gradient is gradients[place] and grown and held != usual:
+                    self._kept.append((gradient, place))
+            for _, place in self._kept:
+                taken[place] = False
+        own: Iterable[Any] = compress(zip(parameters, self._views, strict=True), taken)
+        for parameter, view in own:
+            parameter.grad = view
+
+    def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.requires_grad:
+            raise InvalidArgumentError(
+                f"the gradient of {name} has a graph (backward(create_graph=True)), which no mean over ranks can keep; "
+                "take second derivatives of torch.autograd.grad instead."
+            )
+        if not gradient.is_sparse:
+            return gradient
+        if not self._sparse_as_dense:
+            raise InvalidArgumentError(
+                f"the gradient of {name} is sparse, though no module with sparse=True holds it; use "
+                "distribute(..., sparse_as_dense=True)."
+            )
+        return gradient.to_dense()
+
+    def launch(self, reducer: Reducer, flags: Flags) -> None:
+        """Begin to travel, if it has not yet."""
+        if self._sent is not None:
+            return
+        self._take(flags)
+        if step_times.MONITORS:
+            self._look()
+        self._send(reducer, flags, self._absent)
+
+    def _look(self) -> None:
+        """Say of what this rank's own gradient is not finite, while it can be told from the others'."""
+        whole = total_norm([self._flat[: self._numbers]])
+        if self._flat.is_cuda:  # which the host does not wait for
+            step_times.looked(self._names[0], whole)
+        elif not whole.isfinite():
+            each = zip(self._names, self._views, strict=True)
+            name = next((name for name, view in each if not view.isfinite().all()), "")
+            step_times.looked(name, math.nan if name else 0.0)
+
+    def finish(self) -> Flags:
+        """Wait; then every gradient that some rank had is the mean. Returns how many ranks say what."""
+        handle, carried, ranks = self._sent  # type: ignore[misc]
+        synchronize(handle)
+        word = self._word
+        if carried is not self._flat:
+            real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+            if carried.data_ptr() != real.data_ptr():
+                real.copy_(carried)
+            word = carried[self._numbers :, 0] if self._flat.is_complex() else carried[self._numbers :]
+        flags = NO_FLAGS
+        if word[0] > 0:
+            shares = word.tolist()
+            flags = read_flags(shares, ranks)
+            for place in self._absent:
+                if is_held(shares, place) and (parameter := self._fitting(place)) is not None:
+                    parameter.grad = self._views[place]
+        for gradient, place in self._kept:
+            gradient.copy_(self._views[place])
+        self._begin()
+        return flags
+
+    def _fitting(self, place: int) -> Parameter | None:
+        """The parameter, if there still is one and it is what it was when the bucket was made."""
+        parameter, view = self._parameters[place](), self._views[place]
+        if parameter is None or (parameter.dtype, parameter.device, parameter.shape) != (
+            self._flat.dtype,
+            self._flat.device,
+            view.shape,
+        ):
+            return None
+        return parameter
+
+
+def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
+    """Buckets of parameters that train; at least one.
+
+    Args:
+        named: the parameters in the order in which backward produces their gradients.
+        sparse: the id of each parameter whose gradient is sparse.
+    """
+    travel_alone = [] if layout.sparse_as_dense else [each for each in named if id(each[1]) in sparse]
+    alone = {id(parameter) for _, parameter in travel_alone}
+    dense = [each for each in named if id(each[1]) not in alone]
+    made: list[AnyBucket] = [SparseGradient(*each) for each in travel_alone]
+    made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
+    return made if any(isinstance(bucket, Bucket) for bucket in made) else [*made, Bucket([], layout.sparse_as_dense)]
+
+
+def obstacle_to(parameter: Parameter) -> str | None:
+    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
+    if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
+        why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
+    elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
+        why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
+        fix = "distribute takes plain dense parameters, whole on every rank"
+    elif getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:  # since PyTorch 2.10
+        why = f"its grad_dtype is {parameter.grad_dtype}, and its own is {parameter.dtype}"
+        fix = "leave grad_dtype as it is; parameters in float32 and torch.autocast have gradients in float32"
+    elif parameter.device.type not in ("cpu", "cuda"):
+        why = f"it is on {parameter.device}"
+        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
+    else:
+        return None
+    return f"{why}; {fix}."
+
+
+def strides(parameter: Parameter) -> tuple[int, ...]:
+    """The parameter's own where they leave no gaps (channels_last), as autograd does it; else those of its shape."""
+    if parameter.numel() and _is_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of the axes."""
+    steps = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    return all(stride == math.prod(length for _, length in steps[:number]) for number, (stride, _) in enumerate(steps))
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -56,258 +415,3 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(())
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
     return whole
-
-
-def _owners(new: Iterable[_New]) -> list[tuple[int, int, int]]:
-    """How many hold each gradient, in Python and as that of a tensor (0 before PyTorch 2.5), and its memory."""
-    tensors = getattr(torch.Tensor, "_use_count", lambda _: 0)
-    storages = ((one, one.untyped_storage()) for _, _, one in new)
-    return [(sys.getrefcount(one), tensors(one), torch._C._storage_Use_Count(its._cdata)) for one, its in storages]
-
-
-@functools.cache
-def _owners_of_a_fresh_one() -> tuple[int, int, int]:
-    probe = torch.nn.Parameter(torch.zeros(1))
-    probe.grad = torch.zeros(1)
-    return _owners([(0, probe, probe.grad)])[0]
-
-
-class AnyBucket(Protocol):
-    """Gradients that leave together."""
-
-    name: str
-    param_ids: list[int]
-    early: bool
-
-    def mark_ready(self, parameter: Parameter) -> bool: ...
-    def launch(self, reducer: Reducer, flags: BucketFlags) -> None: ...
-    def finish(self) -> BucketFlags: ...
-    def in_flight(self) -> bool: ...
-    def cancel(self) -> bool: ...
-    def send_empty(self, reducer: Reducer, flags: BucketFlags) -> None: ...
-
-
-class Bucket:
-    """Gradients of one type on one device, side by side in memory.
-
-    Args:
-        named: the parameters in the order in which backward is expected to produce their gradients; may be none.
-        sparse_as_dense: whether sparse gradients become dense ones.
-
-    Attributes:
-        param_ids: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
-        early: whether it may leave as soon as all its gradients are there, before backward has ended.
-    """
-
-    def __init__(self, named: Named, sparse_as_dense: bool) -> None:
-        self.name = " .. ".join(dict.fromkeys([named[0][0], named[-1][0]])) if named else "no dense gradient"
-        self._names = [name for name, _ in named]
-        self._parameters = [weakref.ref(parameter) for _, parameter in named]
-        self.param_ids = [id(parameter) for _, parameter in named]
-        self.early = True
-        self._sparse_as_dense = sparse_as_dense
-        kind = (named[0][1].dtype, named[0][1].device) if named else (torch.float32, torch.device("cpu"))
-        starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
-        self._numbers = starts.pop()
-        self._where = [(one.shape, strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
-        self._lie_in(_zeros(self._numbers + len(named) + len(BucketFlags()), *kind))
-        self._begin()
-
-    def _lie_in(self, flat: torch.Tensor) -> None:
-        self._flat = flat
-        self._views = [self._lying(place) for place in range(len(self._where))]
-        self._addresses = [view.data_ptr() for view in self._views]
-        self._tail: Any = flat[self._numbers :]
-        self._all_there: Any = torch.ones_like(self._tail)
-        self._all_there[-len(BucketFlags()) :] = 0
-        if flat.device.type == "cpu" and flat.dtype in REDUCED:  # a word costs a tenth through NumPy
-            self._tail, self._all_there = self._tail.numpy(), self._all_there.numpy()
-        self._owners = self._count_owners(range(len(self._views)))
-
-    def _lying(self, place: int) -> torch.Tensor:
-        """The part of a gradient: no view to autograd, which would refuse the ``detach_()`` of older programs."""
-        shape, strides, start = self._where[place]
-        memory = self._flat.untyped_storage()
-        return self._flat.new_empty(0).set_(memory, self._flat.storage_offset() + start, shape, strides)
-
-    def _count_owners(self, places: Iterable[int]) -> tuple[int, int]:
-        views = self._views
-        most = max((sys.getrefcount(views[place]) for place in places), default=0)
-        return most, torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
-
-    def _leave_to_holders(self, places: list[int]) -> None:
-        """Move, where somebody has kept a last gradient, itself or detached: theirs must not become the next one."""
-        if not places or all(now <= own for now, own in zip(self._count_owners(places), self._owners, strict=True)):
-            return
-        before = self._views
-        self._lie_in(_zeros(self._flat.numel(), self._flat.dtype, self._flat.device).copy_(self._flat))
-        for weak, old, new in zip(self._parameters, before, self._views, strict=True):
-            parameter = weak()
-            if parameter is not None and parameter.grad is old:
-                parameter.grad = new
-
-    def _begin(self) -> None:
-        """As before the first gradient of a backward."""
-        self._there: set[int] = set()
-        self._absent: set[int] = set()
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient in other memory, and its place here
-        self._sent: tuple[int, torch.Tensor] | None = None
-
-    def in_flight(self) -> bool:
-        """Whether it is on its way."""
-        return self._sent is not None
-
-    def cancel(self) -> bool:
-        """Let arrive what is on its way, and forget it; whether there was any."""
-        sent = self._sent
-        if sent is not None:
-            synchronize(sent[0])
-        self._begin()
-        return sent is not None
-
-    def send_empty(self, reducer: Reducer, flags: BucketFlags) -> None:
-        """Give the other ranks, which wait for it, no gradient, and what this one says."""
-        self._tail[:] = 0
-        self._write_flags(flags)
-        self._sent = reducer.start(self._flat, self.name)
-
-    def mark_ready(self, parameter: Parameter) -> bool:
-        """The parameter's gradient is there; whether all are now, and may leave.
-
-        Raises:
-            InvalidArgumentError: it had left already.
-        """
-        key = id(parameter)
-        if self._sent is not None:
-            raise InvalidArgumentError(
-                f"the gradient of {self._names[self.param_ids.index(key)]} grew after it had been sent to the other "
-                "ranks; activation checkpointing of shared weights needs use_reentrant=False."
-            )
-        self._there.add(key)
-        return self.early and len(self._there) == len(self.param_ids)
-
-    def _take(self, flags: BucketFlags) -> None:
-        """Put all gradients into their places, with zeros for those that this rank does not have.
-
-        Raises:
-            InvalidArgumentError: a gradient that cannot lie in a bucket.
-        """
-        new = self._elsewhere(bool(flags.changed))
-        self._leave_to_holders([place for place, _, _ in new] + [*self._absent])
-        for place in self._absent:
-            self._views[place].zero_()
-        if new:
-            torch._foreach_copy_([self._views[place] for place, _, _ in new], [one for _, _, one in new])
-        # What no backward has just made, and has another holder, is the program's own memory and has to stay; but into
-        # what was expanded nothing can be written.
-        grown = [
-            one for one in new if one[2]._version or (flags.late and not torch._debug_has_internal_overlap(one[2]))
-        ]
-        kept = {one[0] for one, owners in zip(grown, _owners(grown), strict=True) if owners != _owners_of_a_fresh_one()}
-        for place, parameter, gradient in new:
-            if place in kept:
-                self._kept.append((gradient, self._views[place]))
-            else:
-                parameter.grad = self._views[place]
-
-    def _elsewhere(self, changed: bool) -> list[_New]:
-        """The gradients that do not lie in the bucket yet; notes which are absent."""
-        new: list[_New] = []
-        for place, view in enumerate(self._views):
-            if view.data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
-                self._views[place] = view = self._lying(place)
-            parameter = self._fitting(place) if changed else self._parameters[place]()
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or gradient is None:
-                self._absent.add(place)
-            elif gradient is not view:
-                new.append((place, parameter, self._dense(self._names[place], gradient)))
-        return new
-
-    def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        if gradient.requires_grad:
-            raise InvalidArgumentError(
-                f"the gradient of {name} has a graph (backward(create_graph=True)), which no mean over ranks can keep; "
-                "take second derivatives of torch.autograd.grad instead."
-            )
-        if not gradient.is_sparse:
-            return gradient
-        if not self._sparse_as_dense:
-            raise InvalidArgumentError(
-                f"the gradient of {name} is sparse, though no module with sparse=True holds it; use "
-                "distribute(..., sparse_as_dense=True)."
-            )
-        return gradient.to_dense()
-
-    def launch(self, reducer: Reducer, flags: BucketFlags) -> None:
-        """Begin to travel, if it has not yet."""
-        if self._sent is not None:
-            return
-        self._take(flags)
-        self._tail[:] = self._all_there
-        self._write_flags(flags)
-        for place in self._absent:
-            self._tail[place] = 0
-        if step_times.MONITORS:
-            self._look()
-        self._sent = reducer.start(self._flat, self.name)
-
-    def _write_flags(self, flags: BucketFlags) -> None:
-        for place, one in enumerate(flags, start=-len(flags)):
-            if one:
-                self._tail[place] = one
-
-    def _look(self) -> None:
-        """Say of what this rank's own gradient is not finite, while it can be told from the others'."""
-        whole = total_norm([self._flat[: self._numbers]])
-        if self._flat.is_cuda:  # which the host does not wait for
-            step_times.looked(self._names[0], whole)
-        elif not whole.isfinite():
-            name = next((n for n, v in zip(self._names, self._views, strict=True) if not v.isfinite().all()), "")
-            step_times.looked(name, math.nan if name else 0.0)
-
-    def finish(self) -> BucketFlags:
-        """Wait; then every gradient that some rank had is the mean."""
-        handle, carried = self._sent  # type: ignore[misc]
-        synchronize(handle)
-        if carried is self._flat:
-            shares = self._tail.tolist()
-        else:
-            real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
-            if carried.data_ptr() != real.data_ptr():
-                real.copy_(carried)
-            flags = carried[self._numbers :]
-            shares = (flags[:, 0] if self._flat.is_complex() else flags).tolist()
-        for place in self._absent:
-            if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
-                parameter.grad = self._views[place]
-        for gradient, view in self._kept:
-            gradient.copy_(view)
-        self._begin()
-        return BucketFlags(*shares[-len(BucketFlags()) :])
-
-    def _fitting(self, place: int) -> Parameter | None:
-        """The parameter, if there still is one and it is what it was when the bucket was made."""
-        parameter, view = self._parameters[place](), self._views[place]
-        if parameter is None or (parameter.dtype, parameter.device, parameter.shape) != (
-            self._flat.dtype,
-            self._flat.device,
-            view.shape,
-        ):
-            return None
-        return parameter
-
-
-def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
-    """Buckets of parameters that train; at least one.
-
-    Args:
-        named: the parameters in the order in which backward produces their gradients.
-        sparse: the id of each parameter whose gradient is sparse.
-    """
-    travel_alone = [] if layout.sparse_as_dense else [one for one in named if id(one[1]) in sparse]
-    alone = {id(parameter) for _, parameter in travel_alone}
-    dense = [one for one in named if id(one[1]) not in alone]
-    made: list[AnyBucket] = [SparseGradient(*one) for one in travel_alone]
-    made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
-    return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], layout.sparse_as_dense)]

@@ -12,10 +12,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvdkit.steps import torch_tensors
 from hvdkit.steps.untrained import Seen, UntrainedState
-from hvdkit.torch.backward import eagerly
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
 from hvdkit.torch.copies import PLAIN
 from hvdkit.torch.nested import flattened
+from hvdkit.torch.private import eagerly
 from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, plain_name, require_torch
 
 _STATES: weakref.WeakKeyDictionary[torch.nn.Module, UntrainedState] = weakref.WeakKeyDictionary()

@@ -14,8 +14,8 @@ import torch
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.divergence import is_due
-from hvdkit.torch.backward import eagerly
-from hvdkit.torch.bucket_layout import Named, Parameter
+from hvdkit.torch.buckets import Named, Parameter
+from hvdkit.torch.private import eagerly
 from hvdkit.torch.state import parameters_of
 
 _PART = 1 << 22

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,15 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hvdkit.core import layout as core_layout
+from hvdkit.core.control import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.divergence import DivergenceCheck
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.torch import divergence
-from hvdkit.torch.backward import TRACKER, eagerly
-from hvdkit.torch.bucket_layout import BucketFlags, BucketLayout, Members, Named, Parameter, obstacle_to
-from hvdkit.torch.buckets import AnyBucket, in_buckets, total_norm
+from hvdkit.torch import divergence, private
+from hvdkit.torch.backward import TRACKER
+from hvdkit.torch.buckets import AnyBucket, BucketLayout, Members, Named, Parameter, in_buckets, obstacle_to, total_norm
 from hvdkit.torch.buffers import look, untrained_of
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.multi_optimizer import exchange_all, exchanges, hold, tell_how_many
@@ -30,6 +32,7 @@ from hvdkit.torch.reducer import Reducer
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 _NUMBERS = itertools.count()
+_REQUIRES_GRAD, _SHAPE = operator.attrgetter("requires_grad"), operator.attrgetter("shape")
 _FAILED = (
     "backward() ended with an error on some ranks, which went on without it; skip a step on every rank or on none: "
     "raise the error, or make batches that fit into memory."
@@ -53,7 +56,6 @@ class _Agreed:
     members: Members
     number: int
     buckets: list[AnyBucket]
-    bucket_of: dict[int, AnyBucket]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class _Member:
     Attributes:
         order: where it stands in the model.
         sparse: whether its module says that its gradient is sparse.
+        hooks: handles; the first is of the one that says that its gradient is there.
     """
 
     parameter: weakref.ref[Parameter]
@@ -92,9 +95,10 @@ class Exchange:
         self._reducer = Reducer(ranks, options.compression, options.gradient_predivide_factor)
         self._members: dict[int, _Member] = {}
         self._followed: list[weakref.ref[Parameter]] = []
-        self._seen: list[Any] = []
         self._suspended = 0
         self._passes = 0
+        self._task = -1
+        self._fired: list[int] = []
         self._twice: set[int] = set()
         self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
@@ -151,7 +155,7 @@ class Exchange:
             hooks = self._hooks_on(one)
             self._members[id(one)] = _Member(weakref.ref(one), name, order, id(one) in sparse, hooks)
         self._members = dict(sorted(self._members.items(), key=lambda member: member[1].order))
-        self._seen = []
+        self._look_anew()
 
     def has(self, parameter: Parameter) -> bool:
         """Whether it averages this parameter's gradient."""
@@ -161,7 +165,7 @@ class Exchange:
     def _hooks_on(self, parameter: Parameter) -> list[Any]:
         trains = parameter.requires_grad
         parameter.requires_grad_(True)  # hooks can be put only on what trains, and stay when it no longer does
-        hooks = [parameter.register_post_accumulate_grad_hook(self._take)]  # type: ignore[no-untyped-call]
+        hooks = [parameter.register_post_accumulate_grad_hook(self._hook_of(None))]  # type: ignore[no-untyped-call]
         if not self._members:
             hooks.append(self._by_hand.follow(parameter))
         if self._options.op == "sum":
@@ -179,7 +183,12 @@ class Exchange:
         if self.has(parameter):
             for hook in self._members.pop(id(parameter)).hooks:
                 hook.remove()
-            self._seen = []
+            self._look_anew()
+
+    def _look_anew(self) -> None:
+        """The members are others now."""
+        self._references = [member.parameter for member in self._members.values()]
+        self._seen: list[list[Any]] = []
 
     def training(self) -> list[tuple[str, Parameter]]:
         """What trains now, with names, in the order of the model."""
@@ -201,14 +210,23 @@ class Exchange:
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         if self.exchanging:
             self._local = []  # a gradient that is held here looks like the program's own
-        self._fired: dict[int, None] = {}
-        self._flags = BucketFlags(self._has_changed(), late, self._divergence.pending_fingerprint is not None)
+        self._fired.clear()
+        for bucket in self._buckets():
+            bucket.arrived.clear()
+        has_fingerprint = self._divergence.pending_fingerprint is not None
+        self._flags = Flags(changed=self._has_changed(), late=late, has_fingerprint=has_fingerprint)
 
     def _has_changed(self) -> bool:
         """Whether there are no buckets for what trains now; most often told by what takes little time to look at."""
-        living = [one for member in self._members.values() if (one := member.parameter()) is not None]
-        seen = [(id(one), one.requires_grad, one.dtype, one.shape, one.data_ptr()) for one in living]
-        if self._agreed is None or (seen != self._seen and not self._agreed.members.are(self.training())):
+        if self._agreed is None:
+            return True
+        living: list[Any] = [weak() for weak in self._references]
+        if any(map(operator.is_, living, itertools.repeat(None))):
+            return True
+        # Where their numbers are tells of another type, device or order in memory.
+        looks = (_REQUIRES_GRAD, torch.Tensor.data_ptr, _SHAPE)
+        seen = [list(map(look, living)) for look in looks]
+        if seen != self._seen and not self._agreed.members.are(self.training()):
             return True
         self._seen = seen  # wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)
         return False
@@ -216,27 +234,32 @@ class Exchange:
     def _among_others(self) -> bool:
         return bool(self.process_set.included() and self.process_set.size() > 1)
 
-    @eagerly
-    def _take(self, parameter: Parameter) -> None:
-        """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
-        TRACKER.mark_ready(self, parameter)
-        if not self.exchanging:
-            return
-        key = id(parameter)
-        if key in self._fired:
-            self._twice.add(key)
-            del self._fired[key]
-        self._fired[key] = None
-        others = len(parameter._post_accumulate_grad_hooks) > 1  # the program's, which may still change this gradient
-        if others or self._agreed is None or self._flags.changed:
-            return
-        bucket = self._agreed.bucket_of.get(key)
-        if bucket is None:  # frozen since forward: autograd calls its hooks, and adds nothing
-            return
-        if key in self._twice:
-            bucket.early = False
-        if bucket.mark_ready(parameter):
-            bucket.launch(self._reducer, self._flags)
+    def _hook_of(self, bucket: AnyBucket | None) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when a gradient of this bucket, or of none yet, is there; again, where graphs are nested.
+
+        Autograd calls it for each parameter in each backward: it does no more than it must.
+        """
+        current_task, fired = private.current_graph_task, self._fired.append
+
+        def is_there(parameter: torch.Tensor) -> None:
+            if current_task() != self._task:
+                self._task = TRACKER.mark_ready(self, parameter)
+            fired(id(parameter))
+
+        if bucket is None:
+            return private.eagerly(is_there)
+        arrived, size = bucket.arrived, len(bucket.param_ids)
+
+        def is_there_in_bucket(parameter: torch.Tensor) -> None:
+            if current_task() != self._task:
+                self._task = TRACKER.mark_ready(self, parameter)
+            key = id(parameter)
+            fired(key)
+            arrived.append(key)
+            if len(arrived) >= size and self.exchanging and not self._flags.changed and bucket.is_complete():
+                bucket.launch(self._reducer, self._flags)
+
+        return private.eagerly(is_there_in_bucket)
 
     # At the end of backward ----------------------------------------------------------------------------------------
 
@@ -244,7 +267,7 @@ class Exchange:
         """Send what has not left yet."""
         if self.active:
             self._passes += not self._suspended
-        self._averaged = self.exchanging
+        self._averaged, self._task = self.exchanging, -1
         if self.exchanging:
             self._passes, self._local = 0, []
             for bucket in self._buckets():
@@ -273,23 +296,19 @@ class Exchange:
             self._agree()
             # What was averaged already averages to itself.
             for bucket in self._buckets():
-                bucket.launch(self._reducer, self._flags._replace(changed=0.0))
+                bucket.launch(self._reducer, self._flags._replace(changed=0))
             flags = self._wait_all()
         self._divergence.exchanged()
-        if 0 < flags.late < 1 - 0.5 / self.process_set.size():
+        if said_by_some(flags.late, self.process_set.size()):
             raise AgreementError(
                 "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
                 "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
             )
 
-    def _wait_all(self) -> BucketFlags:
-        """Wait for all buckets; what the ranks say in them."""
-        flags = BucketFlags()
-        for bucket in self._buckets():
-            of_bucket = bucket.finish()
-            if any(of_bucket):
-                flags = BucketFlags(*map(max, flags, of_bucket))
-        return flags
+    def _wait_all(self) -> Flags:
+        """Wait for all buckets; how many ranks say what in them."""
+        found = [flags for bucket in self._buckets() if any(flags := bucket.finish())]
+        return joined(found) if found else NO_FLAGS
 
     def _compare(self, agreed: _Agreed) -> None:
         named = divergence.own(agreed.members.living(), self.optimizer())
@@ -311,11 +330,21 @@ class Exchange:
         buckets = in_buckets(self._by_arrival(named, ranks), how, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
-        bucket_of = {key: bucket for bucket in buckets for key in bucket.param_ids}
+        self._twice.update(key for key, times in Counter(self._fired).items() if times > 1)
+        self._twice.update(key for bucket in self._buckets() if not bucket.leaves_early for key in bucket.param_ids)
+        hooks: dict[int, Callable[[torch.Tensor], None]] = {}
+        for bucket in buckets:
+            bucket.leaves_early = self._twice.isdisjoint(bucket.param_ids)
+            hooks.update(dict.fromkeys(bucket.param_ids, self._hook_of(bucket)))
+        self._members = {key: member for key, member in self._members.items() if member.parameter() is not None}
+        of_no_bucket = self._hook_of(None)
+        for key, member in self._members.items():
+            private.put_hook(member.hooks[0], hooks.get(key, of_no_bucket))
         if self._agreed is None:
             self._divergence = DivergenceCheck(self._untrained)
-        self._agreed, self._seen = _Agreed(Members(named), number, buckets, bucket_of), []
-        self._flags = self._flags._replace(has_fingerprint=0.0)
+        self._agreed = _Agreed(Members(named), number, buckets)
+        self._look_anew()
+        self._flags = self._flags._replace(has_fingerprint=0)
 
     def _by_arrival(self, named: Named, ranks: TorchRanks) -> Named:
         """Parameters as this backward produced their gradients on the first rank of the set; a collective.
@@ -323,10 +352,9 @@ class Exchange:
         Those without one there follow, last layer first.
         """
         arrived = {key: place for place, key in enumerate(self._fired)}
-        last = len(arrived) + len(named)
-        mine = [arrived.get(id(parameter), last - place) for place, (_, parameter) in enumerate(named)]
-        first_rank = ranks.gather(np.array(mine, dtype=np.int64), "hvdkit.arrival")[0]
-        return [named[place] for place in np.argsort(first_rank, kind="stable")]
+        mine = core_layout.by_arrival(arrived, [id(parameter) for _, parameter in named])
+        of_each_rank = ranks.gather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
+        return [named[place] for place in core_layout.sorted_alike(of_each_rank)]
 
     def _buckets(self) -> list[AnyBucket]:
         return [] if self._agreed is None else self._agreed.buckets
@@ -354,9 +382,8 @@ class Exchange:
         unsent = [bucket for bucket in self._buckets() if not bucket.cancel()]
         if 0 < len(unsent) < len(self._buckets()):
             for bucket in unsent:
-                bucket.send_empty(self._reducer, self._flags._replace(failed=1.0))
-            flags = BucketFlags(*map(max, zip(BucketFlags(), *(bucket.finish() for bucket in unsent), strict=True)))
-            if 0 < flags.failed < 1 - 0.5 / self.process_set.size():
+                bucket.send_empty(self._reducer, self._flags._replace(failed=1))
+            if said_by_some(joined([bucket.finish() for bucket in unsent]).failed, self.process_set.size()):
                 raise AgreementError(_FAILED)
 
     def forget_agreement(self) -> None:
@@ -379,7 +406,7 @@ class Exchange:
 
         That is the one within it, where its own is a wrapper (SAM, Lookahead).
         """
-        mine, within = self.steps_as(optimizer), torch._C._current_graph_task_id() != -1
+        mine, within = self.steps_as(optimizer), private.current_graph_task() != -1
         if not mine and not ((within or self._local) and any(map(self.has, parameters_of(optimizer)))):
             return
         if within and self._among_others():

@@ -22,10 +22,10 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch import divergence
-from hvdkit.torch.backward import eagerly
-from hvdkit.torch.bucket_layout import BucketLayout, Named
+from hvdkit.torch.buckets import BucketLayout, Named
 from hvdkit.torch.exchange import Exchange, named_of
 from hvdkit.torch.multi_optimizer import exchanges
+from hvdkit.torch.private import eagerly
 from hvdkit.torch.state import DISTRIBUTED, parameters_of, sample_of
 
 _COUNTED = "_hvdkit_counted"

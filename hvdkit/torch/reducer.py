@@ -10,8 +10,9 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
+from hvdkit.core.control import NO_FLAGS, Flags
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.torch.bucket_layout import BucketFlags, Parameter
+from hvdkit.torch import private
 
 REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
@@ -63,14 +64,16 @@ class SparseGradient:
 
     Args:
         name, parameter: of a module with ``sparse=True``.
+    Attributes:
+        arrived, leaves_early, param_ids: see ``AnyBucket``.
     """
 
-    early = True
-
-    def __init__(self, name: str, parameter: Parameter) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self.name, self.param_ids, self._parameter = name, [id(parameter)], weakref.ref(parameter)
         self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
         self._sent: tuple[int, int, int] | None = None
+        self.arrived: list[int] = []
+        self.leaves_early = True
 
     def in_flight(self) -> bool:
         """Whether it is on its way."""
@@ -79,36 +82,45 @@ class SparseGradient:
     def cancel(self) -> bool:
         """Let arrive what is on its way, and forget it; whether there was any."""
         handles, self._sent = (self._sent or ())[:2], None
+        self.arrived.clear()
         for handle in handles:
             synchronize(handle)
         return bool(handles)
 
-    def send_empty(self, reducer: Reducer, flags: BucketFlags) -> None:  # noqa: ARG002
+    def send_empty(self, reducer: Reducer, flags: Flags) -> None:  # noqa: ARG002
         """Give the other ranks, which wait for it, no rows."""
         self._send(reducer, None)
 
-    def mark_ready(self, parameter: Parameter) -> bool:
-        """Look at the gradient that is there now; whether it may leave.
+    def is_complete(self) -> bool:
+        """The gradient has come, perhaps again; whether it may leave before the end of backward.
 
         Raises:
-            InvalidArgumentError: it is dense.
+            InvalidArgumentError: it is dense, or had left already.
         """
-        if parameter.grad is not None and not parameter.grad.is_sparse:
+        if self._sent is not None:
+            raise InvalidArgumentError(
+                f"the gradient of {self.name} grew after it had been sent to the other ranks; activation checkpointing "
+                "of shared weights needs use_reentrant=False."
+            )
+        self.leaves_early = self.leaves_early and len(self.arrived) == 1
+        parameter = self._parameter()
+        self._require_sparse(parameter)
+        return self.leaves_early and len(private.gradient_hooks(parameter)) == 1
+
+    def _require_sparse(self, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and parameter.grad is not None and not parameter.grad.is_sparse:
             raise InvalidArgumentError(
                 f"the gradient of {self.name} is dense, though its module has sparse=True (its weight has another use, "
                 "too); use distribute(..., sparse_as_dense=True)."
             )
-        return self.early
 
-    def launch(self, reducer: Reducer, flags: BucketFlags) -> None:  # noqa: ARG002
+    def launch(self, reducer: Reducer, flags: Flags) -> None:  # noqa: ARG002
         """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
         if self._sent is not None:
             return
         parameter = self._parameter()
-        gradient = None if parameter is None else parameter.grad
-        if parameter is not None and gradient is not None:
-            self.mark_ready(parameter)
-        self._send(reducer, gradient)
+        self._require_sparse(parameter)
+        self._send(reducer, None if parameter is None else parameter.grad)
 
     def _send(self, reducer: Reducer, gradient: torch.Tensor | None) -> None:
         if gradient is None:
@@ -121,7 +133,7 @@ class SparseGradient:
         size = reducer.process_set.size()
         self._sent = reducer.gather(indices, rows), reducer.gather(reducer.carried(values).contiguous(), numbers), size
 
-    def finish(self) -> BucketFlags:
+    def finish(self) -> Flags:
         """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
         rows, numbers, size = self._sent  # type: ignore[misc]
         parameter = self._parameter()
@@ -134,4 +146,5 @@ class SparseGradient:
                 indices.t(), values, parameter.shape, check_invariants=False
             ).coalesce()
         self._sent = None
-        return BucketFlags()
+        self.arrived.clear()
+        return NO_FLAGS

@@ -1,0 +1,96 @@
+"""Every use of what PyTorch and Python do not promise; ``tests/parallel/test_torch_private.py`` tests each."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""A number for each graph that backward computes, also for one within another; -1 outside of them. Nothing public says
+that a backward has begun, or ended by an error."""
+
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies many small tensors in a third of the time that ``Tensor.copy_`` takes for each."""
+
+overlaps_itself: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
+"""Not 0 where elements share memory (``expand``), into which nothing may be written; no public name asks for it."""
+
+
+def at_the_end_of_backward(call: Callable[[], None]) -> None:
+    """Have autograd call it when the graph that it computes now is done; a hook on the last gradient is too early."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def current_node() -> Any:
+    """The node of the outer graph while one within it ends, as activation checkpointing does; None elsewhere."""
+    return torch._C._current_autograd_node()
+
+
+def is_profiled() -> bool:
+    """Whether somebody profiles: ``record_function`` costs microseconds also where nobody does."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def eagerly(function: _Function) -> _Function:
+    """Where a step is compiled as a whole, dynamo would trace what autograd and the optimizer call.
+
+    As ``torch.compiler.disable``, whose wrapper costs each hook microseconds, compiled or not. This marks the code,
+    which must be the function's own: what a decorator has wrapped shares its code with others.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    except (ImportError, AttributeError):  # before PyTorch 2.7
+        return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
+    return function
+
+
+def put_hook(handle: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Put another hook in the place of one on a parameter, also while that is frozen and takes no new ones."""
+    handle.hooks_dict_ref()[handle.id] = hook
+
+
+gradient_hooks: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks that see a parameter's gradient after it was added up, and may change it; a dict or None."""
+
+
+def hooks_before(parameter: torch.Tensor) -> Any:
+    """The hooks on a parameter that change its gradient before it is added up; a dict or None."""
+    return parameter._backward_hooks
+
+
+def most_owners(tensors: Iterable[torch.Tensor]) -> int:
+    """The most references from Python to one of these; 0 without any. Nothing public says who keeps a gradient."""
+    return max(map(sys.getrefcount, tensors), default=0)
+
+
+def memory_owners(tensor: torch.Tensor) -> int:
+    """How many tensors share its memory: a detached gradient does."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_tensor_owners: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)  # from PyTorch 2.5
+
+
+def owners(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """How many hold each gradient in Python and as a tensor, and its memory; beside them it is the program's own."""
+    in_python = map(sys.getrefcount, gradients)
+    return list(zip(in_python, map(_tensor_owners, gradients), map(memory_owners, gradients), strict=True))
+
+
+@functools.cache
+def owners_of_new(lists: int) -> tuple[int, int, int]:
+    """``owners`` of a gradient that backward has just made, while it is in so many lists."""
+    probe = torch.nn.Parameter(torch.zeros(1))
+    probe.grad = torch.zeros(1)
+    held = [[probe.grad] for _ in range(lists)]
+    return owners(held[0])[0]

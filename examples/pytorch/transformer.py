@@ -47,8 +47,6 @@ def check(args):
         raise InvalidArgumentError(f"--width {args.width} cannot be shared by --heads {args.heads}; give a multiple.")
     if args.dropout >= 1:
         raise InvalidArgumentError(f"--dropout must be below 1, got {args.dropout:g}.")
-    if args.backend == "horovod" and args.dtype == "bfloat16":
-        raise InvalidArgumentError("Horovod 0.28.1 cannot average bfloat16; give --backend ddp or another --dtype.")
     if args.compile and args.compile not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise InvalidArgumentError(

@@ -12,6 +12,8 @@ from hvdkit.steps.numbers import whole
 
 OPS = ("average", "sum", "adasum")
 COMPRESSIONS = ("none", "fp16")
+BFLOAT16_RANKS = 64
+"""Over more ranks bfloat16 is summed as float32: it does not see one number beside the sum of 2^8 such."""
 CLIPPED = "_hvdkit_clipped"
 """Attribute of a gradient that was clipped, and of the functions that mark what they clip."""
 
@@ -72,6 +74,16 @@ class GradientOptions:
             raise InvalidArgumentError(
                 f"op='adasum' needs all ranks and a power of two of them, got {ranks}; use op='average'."
             )
+
+
+def obstacle_of_type(dtype: str) -> str | None:
+    """Why gradients of a floating-point type cannot be averaged, and what to do; None if they can."""
+    if not dtype.startswith(("float8", "float4")):
+        return None
+    return (
+        f"it is {dtype}, in which a mean over ranks has 3 bits or fewer; keep parameters in bfloat16 or float32, and "
+        "compute with a copy of them in 8 bits."
+    )
 
 
 def refuse_clipped(

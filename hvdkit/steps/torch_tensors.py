@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.steps import agreement
+from hvdkit.steps.gradients import BFLOAT16_RANKS
 
 _CHUNK = 2**20  # words; few kernels count more than the cache there
 
@@ -24,6 +25,22 @@ def device_bytes() -> float:
     if not torch.cuda.is_available():
         return math.nan
     return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
+
+
+@functools.cache
+def sends_bfloat16(device: str, ranks: int) -> bool:
+    """Whether Horovod adds up PyTorch's bfloat16 as it is; else it goes as float32.
+
+    ``hvdkit install`` builds functions for it in. One of ``--plain``, or built elsewhere, does not have them.
+
+    Args:
+        device: "cpu" or "cuda", where the tensors are.
+        ranks: over how many it is summed.
+    """
+    from horovod.torch.mpi_ops import mpi_lib
+
+    place = "" if device == "cpu" else f"{device}_"
+    return ranks <= BFLOAT16_RANKS and hasattr(mpi_lib, f"horovod_torch_allreduce_async_torch_{place}BFloat16Tensor")
 
 
 def digests(tensors: Sequence[Any]) -> agreement.Digests:

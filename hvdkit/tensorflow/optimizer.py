@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -20,14 +20,14 @@ from tensorflow.python.ops import control_flow_util
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
-from hvdkit.steps.gradients import GradientOptions, refuse_clipped
+from hvdkit.steps.gradients import BFLOAT16_RANKS, GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import marks
 from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
 from hvdkit.tensorflow.variables import canonical_name, native
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
-_SENT = (tf.float16, tf.float32, tf.float64)
+_SENT = (tf.float16, tf.float32, tf.float64)  # what every Horovod adds up
 _DONE = "_hvdkit_reduced"
 SHOWN: dict[str, str] = {}
 """What is said of a gradient to those who look on, by place and name, and what is shown of it."""
@@ -308,6 +308,8 @@ def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:
         )
     if not gradient.dtype.is_floating:
         raise InvalidArgumentError(f"the gradient of {name} must be floating point, got {gradient.dtype.name}.")
+    if obstacle := obstacle_of_type(gradient.dtype.name):
+        raise InvalidArgumentError(f"the gradient of {name} cannot travel: {obstacle}")
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     if reduction.sparse_as_dense:
@@ -360,7 +362,23 @@ def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, has: Any) -
 def _sent_as(dtype: Any, reduction: Reduction) -> Any:
     if reduction.options.compression == "fp16":
         return tf.float16
-    return dtype if dtype in _SENT else tf.float32  # bfloat16, which Horovod cannot add up in TensorFlow
+    if dtype == tf.bfloat16 and reduction.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16():
+        return dtype
+    return dtype if dtype in _SENT else tf.float32
+
+
+@cache
+def _adds_bfloat16() -> bool:
+    """Whether Horovod's operations take it: ``hvdkit install`` builds it in, and one of ``--plain`` refuses it.
+
+    Asked in a graph that never runs.
+    """
+    with tf.Graph().as_default():
+        try:
+            hvd.allreduce(tf.zeros(1, tf.bfloat16), op=hvd.Sum, name="hvdkit.bfloat16")
+        except TypeError:
+            return False
+    return True
 
 
 def _allreduce(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]:

@@ -24,6 +24,7 @@ from hvdkit.core import layout as core_layout
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
+from hvdkit.steps.gradients import obstacle_of_type
 from hvdkit.torch import private
 from hvdkit.torch.reducer import REDUCED, Reducer, SparseGradient
 
@@ -369,6 +370,8 @@ def obstacle_to(parameter: Parameter) -> str | None:
     elif getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:  # since PyTorch 2.10
         why = f"its grad_dtype is {parameter.grad_dtype}, and its own is {parameter.dtype}"
         fix = "leave grad_dtype as it is; parameters in float32 and torch.autocast have gradients in float32"
+    elif parameter.requires_grad and (of_type := obstacle_of_type(str(parameter.dtype).removeprefix("torch."))):
+        return of_type
     elif parameter.device.type not in ("cpu", "cuda"):
         why = f"it is on {parameter.device}"
         fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"

@@ -12,9 +12,10 @@ from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range o
 
 from hvdkit.core.control import NO_FLAGS, Flags
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import private
 
-REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
+REDUCED = (torch.float16, torch.float32, torch.float64)  # what every Horovod adds up, and NumPy knows
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
 
 
@@ -35,6 +36,8 @@ class Reducer:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if self._compression == "fp16" and real.dtype in _NARROW:
             return real.half()
+        if real.dtype == torch.bfloat16 and sends_bfloat16(real.device.type, self.process_set.size()):
+            return real
         return real if real.dtype in REDUCED else real.float()
 
     def start(self, flat: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:

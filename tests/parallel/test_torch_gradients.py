@@ -1196,19 +1196,6 @@ def test_narrow_types_travel_and_stay_themselves(hk, world, everyone, kind):
     assert torch.equal(gradient, parts.mean(dim=0).to(gradient.dtype).double().to(gradient.dtype))
 
 
-@on_ranks("torch", n=2)
-def test_a_gradient_in_eight_bits_travels_in_more(hk, world):
-    import torch
-
-    table = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))])
-    hk.distribute(torch.optim.SGD(table.parameters(), 0.1), table)
-    for _ in range(2):
-        (table[0].float() * torch.tensor([1.0, 2.0, 4.0]) * (1 + 2 * world.rank)).sum().backward()
-        assert table[0].grad.dtype == torch.float8_e4m3fn
-        assert table[0].grad.float().tolist() == [2.0, 4.0, 8.0]
-        table[0].grad = None
-
-
 @pytest.mark.parametrize("options", [{"groups": 2}, {"groups": "lists"}, {"bucket_mb": 1e-5}, {"compression": "fp16"}])
 @on_ranks("torch", n=2)
 def test_other_ways_to_travel_give_the_same(hk, world, options):

@@ -30,7 +30,6 @@ CAN_COMPILE = bool(shutil.which("g++") or shutil.which("c++"))
 MISTAKES = {
     ("--heads", "3", 8): "cannot be shared by --heads 3",
     ("--dropout", "1", 8): "--dropout must be below 1",
-    ("--dtype", "bfloat16", 8): "cannot average bfloat16",
     ("--compile", "fast", 8): "--compile fast is no backend of torch.compile; give ",
     (0,): "must be at least 1, got 0",
 }

@@ -144,11 +144,14 @@ def test_patches_apply_to_what_is_built(frameworks: set[str], gpu: str, has: set
     assert not lacks & names
 
 
-def test_plain_leaves_out_what_only_makes_it_faster() -> None:
+def test_plain_leaves_out_what_only_makes_it_faster_and_bfloat16() -> None:
     frameworks = ("torch", "tensorflow")
     faster = {one.name for one in applying(Options(frameworks=frameworks))}
     plain = {one.name for one in applying(Options(frameworks=frameworks, plain=True))}
-    assert faster - plain == {"cycle-on-request", "torch-sleeping-wait", "mpi-in-parts", "gloo-loop-yields"}
+    assert faster - plain == {
+        "cycle-on-request", "torch-sleeping-wait", "mpi-in-parts", "gloo-loop-yields",
+        "bfloat16", "bfloat16-torch", "bfloat16-tensorflow",
+    }  # fmt: skip
     assert plain < faster
 
 

@@ -17,7 +17,7 @@ from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import passes, starting, step_times, torch_tensors
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import OverHorovod, Words
-from hvdkit.steps.gradients import GradientOptions, refuse_clipped
+from hvdkit.steps.gradients import GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
@@ -25,7 +25,7 @@ from hvdkit.tf_shared.keras_optimizer import Reduce
 
 Array = npt.NDArray[Any]
 
-_SENT = ("float16", "float32", "float64")  # what Horovod adds up in every framework
+_SENT = ("float16", "float32", "float64")  # what every Horovod adds up
 _reductions = count()
 AHEAD_S = 0.001
 """Pause between two looks for what other ranks say ahead of a step."""
@@ -213,7 +213,9 @@ class OverTorch(HorovodTransport):
                 reduced[position] = gradient.to_dense()
         taking = [position for position, one in enumerate(reduced) if one is not None]
         has = [float(gradients[position] is not None) for position in taking]
-        groups = by_sent_type([str(reduced[position].dtype).removeprefix("torch.") for position in taking], options)
+        types = [str(reduced[position].dtype).removeprefix("torch.") for position in taking]
+        device = next((reduced[position].device.type for position in taking), "cpu")
+        groups = by_sent_type(types, options, self.sends_bfloat16(device, process_set))
         counts: Any = None
         for sent_as, numbers in groups.items():
             positions = [taking[number] for number in numbers]
@@ -230,6 +232,11 @@ class OverTorch(HorovodTransport):
             for position, count in zip(taking, counts.tolist(), strict=True):
                 reduced[position] = reduced[position] if count else None
         return reduced
+
+    def sends_bfloat16(self, device: str, process_set: Any) -> bool:
+        """Whether gradients in bfloat16 on a device ("cpu", "cuda") are summed as they are."""
+        among = self.hvd.global_process_set if process_set is None else process_set
+        return torch_tensors.sends_bfloat16(device, among.size())
 
     def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
         """What Horovod's allreduce is told of the options."""
@@ -251,10 +258,17 @@ def is_alone(ranks: Ranks, size: int) -> bool:
     return len(ranks) == 1
 
 
-def by_sent_type(types: Sequence[str], options: GradientOptions) -> dict[str, list[int]]:
-    """Positions by the type in which they travel; one operation takes one type."""
+def by_sent_type(types: Sequence[str], options: GradientOptions, bfloat16: bool) -> dict[str, list[int]]:
+    """Positions by the type in which they travel, ``bfloat16`` as itself or not; one operation takes one type.
+
+    Raises:
+        InvalidArgumentError: a type that is too narrow for a mean.
+    """
     groups: dict[str, list[int]] = {}
+    sent = (*_SENT, "bfloat16") if bfloat16 else _SENT
     for position, own in enumerate(types):
-        sent_as = "float16" if options.compression == "fp16" else own if own in _SENT else "float32"
+        if obstacle := obstacle_of_type(own):
+            raise InvalidArgumentError(f"gradient {position + 1} of {len(types)} cannot travel: {obstacle}")
+        sent_as = "float16" if options.compression == "fp16" else own if own in sent else "float32"
         groups.setdefault(sent_as, []).append(position)
     return groups

@@ -36,6 +36,10 @@ class HostBuffers(Transport):
         """Combine a buffer that may be overwritten."""
 
     @abstractmethod
+    def host_sends_bfloat16(self, process_set: Any) -> bool:
+        """Whether it is combined as it is where it holds bfloat16."""
+
+    @abstractmethod
     def host_ranks(self, process_set: Any) -> Ranks:
         """The ranks that it is combined over."""
 
@@ -67,7 +71,8 @@ class HostBuffers(Transport):
                 jax.debug.callback(passes.stepped_behind)
                 return gradients
             refuse_clipped(present, is_clipped=jax_clips.is_clipped)
-            groups = by_sent_type([str(gradient.dtype) for gradient in present], options)
+            types = [str(gradient.dtype) for gradient in present]
+            groups = by_sent_type(types, options, self.host_sends_bfloat16(process_set))
             flats = [
                 jnp.concatenate([jnp.ravel(present[position]).astype(sent_as) for position in positions])
                 for sent_as, positions in groups.items()
@@ -91,12 +96,19 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
     def host_ranks(self, process_set: Any) -> Ranks:
         return self.ranks(process_set)
 
+    def host_sends_bfloat16(self, process_set: Any) -> bool:
+        return self.sends_bfloat16("cpu", process_set)
+
     def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
         import torch
 
         scaling = self.scaling(options, process_set)
+        if flat.dtype.name == "bfloat16":  # which PyTorch does not take from NumPy
+            tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(flat)
         with COUNTS.allreduce([scaling["process_set"]]):
-            self.hvd.allreduce_(torch.from_numpy(flat), name=name, **scaling)
+            self.hvd.allreduce_(tensor, name=name, **scaling)
         return flat
 
 
@@ -151,6 +163,9 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
 
         jax.effects_barrier()
         return self._comm
+
+    def host_sends_bfloat16(self, process_set: Any) -> bool:  # noqa: ARG002
+        return False
 
     def host_ranks(self, process_set: Any) -> Ranks:
         if process_set is not None:

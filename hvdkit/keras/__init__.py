@@ -179,6 +179,12 @@ def distribute(
     accumulation, moving averages and the overflow test of a loss scale; with ``gradient_accumulation_steps`` in each
     of the accumulated steps, so that the accumulators, too, are the same on all ranks. Sparse gradients become dense.
 
+    On torch, gradients travel while ``loss.backward()`` computes others, and ``.grad`` is their mean when it returns:
+    in steps of ``fit`` and in loops of your own, not in callbacks and after ``fit``, where a rank may be alone. What
+    comes by another way (``torch.autograd.grad``) is averaged in ``apply``, also the first step of an optimizer that
+    nobody has built; ``optimizer.build(variables)`` comes before that. With ``op="sum"``, ``.grad`` is the mean, and
+    ``apply`` adds up.
+
     ``model.save`` writes what it would write without hvdkit, and ``keras.models.load_model`` gives a plain optimizer:
     to go on training, ``distribute(model.optimizer)``. Of two nested optimizers distribute the outer one
     (``LossScaleOptimizer``; the one that ``compile`` adds under the policy mixed_float16 is taken care of).

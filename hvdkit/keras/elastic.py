@@ -55,6 +55,14 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         given = require_sharded(loader)
         self._begin(transport.hvd, transport, loader=given, schedule=schedule, rule=rule, values=values)
 
+    def reset(self) -> None:
+        """Called by Horovod after it has started anew."""
+        if keras.backend.backend() == "torch":
+            from hvdkit.torch.optimizer import forget_agreements
+
+            forget_agreements()
+        super().reset()
+
     def _copy(self) -> Any:
         return [np.array(keras_state.value_of(one)) for one in self._variables()]
 

@@ -17,6 +17,7 @@ from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
+from hvdkit.keras.transport.interface import common_names
 from hvdkit.observe import monitor
 from hvdkit.steps import step_times, torch_tensors
 from hvdkit.steps.topology import Topology
@@ -45,7 +46,8 @@ class Monitor(monitor.Monitor, Callback):
 
     def _parameters(self) -> Mapping[str, str]:
         weights = [] if self._model is None else self._model.trainable_weights
-        return {str(place): weight.path for place, weight in enumerate(weights)}
+        names = common_names(weights) if keras.backend.backend() == "torch" else map(str, range(len(weights)))
+        return {name: weight.path for name, weight in zip(names, weights, strict=True)}
 
     def _device_bytes(self) -> float:
         if keras.backend.backend() == "tensorflow":

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
+from hvdkit.keras.transport.interface import plain_path
 from hvdkit.steps import agreement, metrics, untrained
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
@@ -35,6 +35,7 @@ _started: list[Topology] = []
 def start() -> Topology:
     """Start the communication library, where it is not running, and remember this process's place."""
     _started[:] = [TRANSPORT.start()]
+    TRANSPORT.in_step = True
     return _started[0]
 
 
@@ -107,8 +108,7 @@ def number(value: Any) -> float:
 
 def layout(variable: Any) -> str:
     """Path without automatic numbers, type and shape: equal on ranks that have built other layers before."""
-    path = re.sub(r"_\d+(?=[/_]|$)", "", getattr(variable, "path", None) or variable.name.removesuffix(":0"))
-    return f"{path} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
+    return f"{plain_path(variable)} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
 
 
 def average_statistics(variables: Sequence[Any]) -> None:

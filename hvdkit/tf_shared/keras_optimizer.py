@@ -33,7 +33,8 @@ class DistributeOptions:
     Attributes:
         options: the caller's options.
         reduce: gets the gradients, as the trainer made them, None among them, and their variables (None where one
-            cannot tell). Returns as many gradients, combined; None where no rank has one.
+            cannot tell). Returns as many gradients, combined; None where no rank has one. Its ``follow``, where it has
+            one, is told for which variables the optimizer is built.
         ranks: the ranks that take part; None: all.
         base: the user's own class.
     """
@@ -79,6 +80,8 @@ def distribute_optimizer(
     members = _overrides(DistributeOptions(options, reduce, None if ranks is None else tuple(ranks), base))
     cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
     object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
+    if optimizer.built and hasattr(reduce, "follow"):
+        reduce.follow(optimizer._trainable_variables)
     return optimizer
 
 
@@ -202,10 +205,16 @@ def _overrides(distribution: DistributeOptions) -> dict[str, Any]:
             return base.apply(self, gradients, trainable_variables)  # type: ignore[attr-defined]
 
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        with _combined(self, grads, list(trainable_variables), distribution.reduce) as gradients:
+        with _combined(self, grads, list(self._trainable_variables), distribution.reduce) as gradients:
             return base.stateless_apply(self, optimizer_variables, gradients, trainable_variables)  # type: ignore[attr-defined]
 
+    def build(self: Any, variables: Any) -> None:
+        base.build(self, variables)  # type: ignore[attr-defined]
+        distribution.reduce.follow(variables)  # type: ignore[attr-defined]
+
     members: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply}
+    if hasattr(distribution.reduce, "follow"):
+        members["build"] = build
     return {**members, "_hvdkit_distribution": distribution, "__doc__": base.__doc__}
 
 

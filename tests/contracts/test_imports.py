@@ -31,7 +31,7 @@ BELOW = {
     "arrays": {"top", "errors", "core", "steps", "observe"},
     "tf_shared": {"errors", "core", "steps"},
     "tensorflow": {"top", "errors", "core", "steps", "observe", "tf_shared"},
-    "keras": {"top", "errors", "core", "steps", "observe", "tf_shared", "tensorflow"},
+    "keras": {"top", "errors", "core", "steps", "observe", "tf_shared", "tensorflow", "torch"},
     "datasets": {"top", "errors", "core", "steps", "observe", "common"},
     "flags": {"top", "errors", "core", "steps", "datasets"},
     "synthetic": {"top", "errors", "core", "steps", "observe", "common", "torch", "tensorflow", "keras"},

@@ -510,40 +510,20 @@ def test_weights_for_which_there_is_no_space_are_one_sentence_and_no_crash(hk, w
     assert hk.Checkpoints("full").save(model, model.optimizer, step=1).step == 1
 
 
-def steps_that_clip(backend: str) -> Any:
-    """A Sequential whose train_step clips, by the function of its backend."""
+@on_ranks("keras")
+def test_a_train_step_that_clips_before_the_average_is_refused(hk, world):
+    """On torch the gradients are the mean by then (test_keras_torch.py)."""
     import keras
+    import tensorflow as tf
 
-    class OnTensorflow(keras.Sequential):
+    class Clips(keras.Sequential):
         def train_step(self, data: Any) -> Any:
-            import tensorflow as tf
-
             loss, gradients = tape_gradients(self, *data)
             self.optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], self.trainable_variables)
             return {"loss": loss}
 
-    class OnTorch(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
-            import torch
-
-            x, y = data
-            self.zero_grad()
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-            with torch.no_grad():
-                self.optimizer.apply([one.value.grad for one in self.trainable_weights], self.trainable_weights)
-            return {"loss": loss}
-
-    return {"tensorflow": OnTensorflow, "torch": OnTorch}[backend]
-
-
-@on_ranks("keras", "keras-torch")
-def test_a_train_step_that_clips_before_the_average_is_refused(hk, world):
-    import keras
-
     keras.utils.set_random_seed(0)
-    model = steps_that_clip(keras.backend.backend())([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+    model = Clips([keras.Input((FEATURES,)), keras.layers.Dense(3)])
     model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
     data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
     with pytest.raises(hvdkit.InvalidArgumentError, match=r"gradient 1 of 2, of shape \(\d+, 3\), was clipped"):

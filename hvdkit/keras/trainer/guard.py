@@ -61,6 +61,8 @@ def install() -> None:
     private.replace(private.REST, private.go_on_in_mid_epoch)
     if keras.backend.backend() == "tensorflow":
         private.replace(private.BUILD, private.build_by_first_batch)
+    if keras.backend.backend() == "torch":
+        private.replace(private.MAKE_STEP, private.telling_steps)
     if keras.backend.backend() == "jax":
         from hvdkit.keras.transport import jax_clips
 

@@ -22,6 +22,7 @@ import keras
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.keras import random_state, state
 from hvdkit.keras.data import Evaluation, ShardedData
+from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import step_times
 from hvdkit.steps.streams import StreamInEpochs
 
@@ -90,6 +91,12 @@ BUILD = PatchPoint(
     "_maybe_symbolic_build",
     "a model's state is shared before its first step, and TensorFlow makes it in this step only",
 )
+MAKE_STEP = PatchPoint(
+    "keras",
+    "Model",
+    "make_train_function",
+    "a backward is averaged in steps, and not in callbacks, where it may be one rank's alone",
+)
 NEEDED = (
     FIT,
     TRAIN_ON_BATCH,
@@ -97,6 +104,7 @@ NEEDED = (
     PREDICT,
     APPLY,
     REST,
+    MAKE_STEP,
     *([BUILD, TF_ITERATOR] if keras.backend.backend() == "tensorflow" else []),
     STANDARDIZE,
     TF_DATASET,
@@ -232,6 +240,28 @@ def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
         plain(self, iterator=iterator, data_batch=data_batch)
 
     return build
+
+
+def telling_steps(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``MAKE_STEP``."""
+
+    def make_train_function(self: Any, force: bool = False) -> None:
+        plain(self, force)
+        step = self.train_function
+        if hasattr(step, "hvdkit_tells"):
+            return
+
+        def told(data: Any) -> Any:
+            TRANSPORT.in_step = True
+            try:
+                return step(data)
+            finally:
+                TRANSPORT.in_step = False
+
+        told.hvdkit_tells = True  # type: ignore[attr-defined]
+        self.train_function = told
+
+    return make_train_function
 
 
 def as_packed(plain: Callable[..., Any]) -> Callable[..., Any]:

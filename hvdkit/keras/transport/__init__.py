@@ -32,7 +32,9 @@ def choose() -> Transport:
     if backend == "tensorflow":
         return OverTensorflow(_horovod("tensorflow", backend))
     if backend == "torch":
-        return OverTorch(_horovod("torch", backend))
+        hvd = _horovod("torch", backend)
+        importlib.import_module("hvdkit.keras.transport.torch_hooks")  # its hooks are hvdkit.torch's
+        return OverTorch(hvd)
     if backend == "jax":
         return _over_host_buffers()
     raise MissingFrameworkError(

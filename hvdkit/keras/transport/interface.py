@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,29 @@ from hvdkit.tf_shared.keras_optimizer import Reduce
 Ranks = tuple[int, ...] | None
 
 
+def plain_path(variable: Any) -> str:
+    """A variable's path without Keras' automatic numbers: equal on ranks that have built other layers before."""
+    return re.sub(r"_\d+(?=[/_]|$)", "", getattr(variable, "path", None) or variable.name.removesuffix(":0"))
+
+
+def common_names(variables: Iterable[Any]) -> list[str]:
+    """Names for variables that are equal on all ranks: their plain paths, numbered where several have the same."""
+    seen: Counter[str] = Counter()
+    names = []
+    for path in map(plain_path, variables):
+        names.append(f"{path}.{seen[path]}" if seen[path] else path)
+        seen[path] += 1
+    return names
+
+
 class Transport(Collectives):
-    """How a process of one Keras backend reaches the other ranks."""
+    """How a process of one Keras backend reaches the other ranks.
+
+    Attributes:
+        in_step: whether a backward that runs now is a step's: not in callbacks of ``fit``, and not after it.
+    """
+
+    in_step = True
 
     @abstractmethod
     def start(self) -> Topology:

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import passes, starting, step_times, torch_tensors
-from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import OverHorovod, Words
-from hvdkit.steps.gradients import GradientOptions, obstacle_of_type, refuse_clipped
+from hvdkit.steps.gradients import GradientOptions, obstacle_of_type
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
@@ -157,81 +156,12 @@ class OverTorch(HorovodTransport):
         return torch_tensors.digests([variable.value.detach() for variable in variables])
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
-        import torch
+        from hvdkit.keras.transport.torch_hooks import TorchGradients
 
-        from hvdkit.keras.transport import torch_clips
-
-        torch_clips.mark()
         passes.expect_steps()
-        name, ranks = naming(), self.ranks(process_set)
-
-        def norm_of(gradient: Any) -> Any:
-            rows = gradient.coalesce().values() if gradient.is_sparse else gradient  # the whole may not fit into memory
-            return torch.linalg.vector_norm(rows, dtype=torch.float32)
-
-        def look_at(gradients: list[Any]) -> None:
-            if step_times.MONITORS:
-                for place, one in enumerate(gradients):
-                    if one is None:
-                        continue
-                    norm = norm_of(one)
-                    if norm.is_cuda or not norm.isfinite():
-                        step_times.looked(str(place), norm)
-
-        def told(mean: list[Any]) -> list[Any]:
-            if step_times.wants_norm():
-                norms = [norm_of(one) for one in mean if one is not None]
-                step_times.tell_norm(torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())])))
-            return mean
-
-        # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
-            step_times.ready()
-            passes.stepped()
-            look_at(gradients)
-            if is_alone(ranks, self.hvd.size()):
-                return told(gradients)
-            refuse_clipped(gradients)
-            reduced = self.combined(gradients, variables, name(), options, process_set)
-            step_times.arrived()
-            return told(reduced)
-
-        return reduce, ranks
-
-    def combined(
-        self, gradients: list[Any], variables: list[Any], name: str, options: GradientOptions, process_set: Any
-    ) -> list[Any]:
-        """The ranks' gradients as one; zeros go where this rank has None, which it stays where no rank has one."""
-        import torch
-
-        reduced = list(gradients)
-        for position, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is None and variable is not None:
-                reduced[position] = torch.zeros_like(variable.value)
-            elif gradient is not None and gradient.is_sparse:
-                reduced[position] = gradient.to_dense()
-        taking = [position for position, one in enumerate(reduced) if one is not None]
-        has = [float(gradients[position] is not None) for position in taking]
-        types = [str(reduced[position].dtype).removeprefix("torch.") for position in taking]
-        device = next((reduced[position].device.type for position in taking), "cpu")
-        groups = by_sent_type(types, options, self.sends_bfloat16(device, process_set))
-        counts: Any = None
-        for sent_as, numbers in groups.items():
-            positions = [taking[number] for number in numbers]
-            sent = [reduced[position].to(getattr(torch, sent_as)).contiguous() for position in positions]
-            if counts is None:  # beside the gradients they cost no operation of their own
-                sent.append(torch.tensor(has, dtype=sent[0].dtype, device=sent[0].device))
-            scaling = self.scaling(options, process_set)
-            with COUNTS.allreduce([scaling["process_set"]]):
-                received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
-            counts = received.pop() if counts is None else counts
-            for position, tensor in zip(positions, received, strict=True):
-                reduced[position] = tensor.to(reduced[position].dtype)
-        if not all(has):  # only who lacks one looks at the numbers
-            for position, count in zip(taking, counts.tolist(), strict=True):
-                reduced[position] = reduced[position] if count else None
-        return reduced
+        among = self.hvd.global_process_set if process_set is None else process_set
+        ranks = self.ranks(process_set)
+        return TorchGradients(self, options, among), ranks
 
     def sends_bfloat16(self, device: str, process_set: Any) -> bool:
         """Whether gradients in bfloat16 on a device ("cpu", "cuda") are summed as they are."""

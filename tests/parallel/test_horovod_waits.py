@@ -20,7 +20,7 @@ pytestmark = [
         reason="Horovod was built without hvdkit, or with --plain",
     ),
 ]
-CYCLE_MS = 2500
+CYCLE_MS = 5000
 
 
 def torch_waits() -> tuple[float, dict[str, Any]]:
@@ -69,13 +69,13 @@ def tensorflow_waits() -> tuple[float, list[list[list[float]]]]:
 
 @pytest.mark.parametrize("mpi", [True, False], ids=["mpi", "gloo"])
 def test_a_waiting_thread_starts_the_cycle(run_job, mpi):
-    """Sleeping out cycles of 2.5 s, these 16 collectives that wait for one another would take more than 35 s."""
+    """Sleeping out cycles of 5 s, these 16 collectives that wait for one another would take more than 70 s."""
     for seconds, results in run_job("torch", torch_waits, mpi=mpi):
         assert results["main"] == [[2 * i + 1.0] * 2 for i in range(8)]
         assert results["a"] == results["b"] == [[2 * i + 1.0] * 2 for i in range(3)]
         assert results["handles"] == [[2.0 * i] * 3 for i in reversed(range(20))]
         assert results["late"] == [2.0]
-        assert seconds < 30
+        assert seconds < 40
 
 
 def idle_cycles(path: str) -> None:
@@ -101,7 +101,7 @@ def test_ranks_without_a_tensor_leave_cycles_out(run_job, tmp_path, mpi):
 
 
 def test_a_group_starts_the_cycle(run_job):
-    """TensorFlow has no thread that waits; sleeping out cycles of 2.5 s, six groups would take more than 12 s."""
+    """TensorFlow has no thread that waits; sleeping out cycles of 5 s, six groups would take more than 25 s."""
     for seconds, results in run_job("tensorflow", tensorflow_waits, mpi=True):
         assert results == [[[2.0 * i] * 2, [4.0 * i] * 2] for i in range(6)]
-        assert seconds < 10
+        assert seconds < 18

@@ -27,6 +27,8 @@ _MOST = 0.7
 """Share of the time lost to late ranks that the ranks to blame cause."""
 _ENDS_EARLY = 0.6
 """Share of the steps before which a loss must have ended to be one of the first steps only."""
+_AT_REST = 0.1
+"""Share of what a rank is behind: where all its threads ran less of it, they were blocked."""
 DOING = {
     "input": ("waits for its input", "wait for their input"),
     "compute": ("computes longer", "compute longer"),
@@ -196,7 +198,12 @@ def why(lost: float, ran: float, queued: float, of_all: float, *, itself: bool, 
         return "compute" if read else "late"
     if (ran if itself else max(ran, of_all)) >= 0.5 * lost:
         return "compute"
-    return "blocked" if read else "unread"
+    if not read:
+        return "unread"
+    if itself and ran + queued >= 0.5 * lost:
+        return "compute" if ran > queued else "cores"
+    # Threads of the framework that have no core are not counted: one that runs a little may wait for one.
+    return "blocked" if itself or of_all < _AT_REST * lost else "late"
 
 
 def named(ranks: Sequence[int], size: int, *, host: bool = False) -> str:

@@ -1,8 +1,11 @@
 """observe/stragglers.py: what is injected is reported within three windows, what is noise is not."""
 
+import math
+
 import numpy as np
 import pytest
 
+from hvdkit.observe import lateness
 from hvdkit.observe.stragglers import Scores, summary
 
 
@@ -202,3 +205,24 @@ def test_of_many_ranks_a_line_shows_the_slowest_and_quantiles():
     assert said["quantiles"]["wait"] is None and said["wait"] == [None] * 32
     few = summary({name: one[:3] for name, one in values.items()})
     assert few == {"step": [0, 1, 2], "input": [0, 0, 0], "compute": [0, 1, 2], "wait": [None] * 3}
+
+
+@pytest.mark.parametrize(
+    ("ran", "queued", "of_all", "itself", "read", "word"),
+    [
+        (0.9, 0.0, 0.9, True, True, "compute"),
+        (0.0, 0.9, 0.0, True, True, "cores"),
+        (0.0, 0.0, 0.0, True, True, "blocked"),
+        (0.0, 0.0, 0.0, True, False, "unread"),
+        (0.3, 0.4, 0.3, True, True, "cores"),
+        (0.4, 0.3, 0.4, True, True, "compute"),
+        (0.2, 0.1, 0.2, True, True, "blocked"),
+        (0.0, 0.0, 0.9, False, True, "compute"),
+        (0.0, 0.0, 0.0, False, True, "blocked"),
+        (0.0, 0.0, 0.3, False, True, "late"),
+        (math.nan, math.nan, math.nan, True, True, "compute"),
+        (math.nan, math.nan, math.nan, True, False, "late"),
+    ],
+)
+def test_what_a_late_rank_does_is_said_where_its_threads_show_it(ran, queued, of_all, itself, read, word):
+    assert lateness.why(1.0, ran, queued, of_all, itself=itself, read=read) == word

@@ -135,8 +135,9 @@ def test_what_is_injected_on_a_rank_is_reported(hk, world, everyone, tmp_path, w
         train(hk, monitor, what, world)
     if world.is_root:
         found = [one for one in reports_of(tmp_path / "run") if (one["about"], one["rank"]) == ("straggler", 1)]
-        # a rank that computes where other programs have the cores waits for one most of the time
-        right = ("compute", "cores") if what == "compute" else (what,)
+        # a rank that computes where other programs have the cores waits for one most of the time; of TensorFlow's own
+        # threads nobody says so
+        right = ("compute", "cores", "late") if what == "compute" else (what,)
         assert len(found) == 1 and found[0]["cause"] in right, found
         assert found[0]["since"] == EVERY, "the first window counts as a beginning, and it began after that"
         assert found[0]["cost"] > SLOW_S / 2
@@ -185,7 +186,7 @@ def test_a_monitor_without_touching_the_script(hk, world, tmp_path, marked):
         assert [line["step"] for line in lines if line["kind"] == "window"] == ends
         found = [(one.get("about"), one.get("rank"), one.get("cause")) for one in lines if one["kind"] == "report"]
         if marked or not hk.__name__.endswith("tensorflow"):  # there nobody says what is waiting
-            assert found in ([("straggler", 1, "compute")], [("straggler", 1, "cores")])
+            assert [one[:2] for one in found] == [("straggler", 1)] and found[0][2] in ("compute", "cores", "late")
 
 
 @on_ranks("keras")

@@ -152,6 +152,13 @@ def test_the_rank_that_failed_is_named_lines_are_tagged_and_depth_binds(cluster,
     assert (plain.stdout, plain.returncode) == ("a line\na line\n", 0)
 
 
+def test_a_function_runs_on_the_nodes_of_the_allocation(cluster, environment):
+    call = "import os, hvdkit; print(hvdkit.run(lambda x: [x, os.environ['SLURMD_NODENAME']], ppn=1, args=(7,)))"
+    done = cluster.run("salloc", "-N", "2", sys.executable, "-c", call, **environment)
+    found = json.loads(done.stdout.replace("'", '"'))
+    assert [x for x, _ in found] == [7, 7] and len({node for _, node in found}) == 2, done.stderr
+
+
 def test_ranks_on_two_nodes_save_at_a_warning_and_when_the_job_is_told_to_end(cluster, environment):
     """srun itself kills at SIGTERM. Rank 1 is done at once, which must not end rank 0."""
     code = "import os, signal, sys, time\ndef save(number, frame):\n    if number == signal.SIGTERM:\n"

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 class HvdkitError(Exception):
@@ -120,3 +120,19 @@ def require_scipy(purpose: str) -> None:
     """
     with of_extra("analysis", f"{purpose} with SciPy"):
         import scipy  # noqa: F401
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message, runs folded: "rank 3", "ranks 0-2, 5".
+
+    Args:
+        ranks: in increasing order, at least one.
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdkit.torch as hk
 from hvdkit import flags
+from hvdkit.core.communicator import on_root
 from hvdkit.datasets import HDF5Dataset, write_hdf5
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.flags import not_negative, whole
-from hvdkit.steps.root import on_root
 
 NAMES = ("source", "target")
 

@@ -43,6 +43,7 @@ __all__ = [
     "Pending",
     "Reduce",
     "Topology",
+    "average",
     "average_metrics",
     "broadcast_state",
     "check_agreement",
@@ -165,6 +166,30 @@ def distribute(
     among = mpi.duplicate(comm)
     passes.expect_steps()
     return Reduce(parameters, options, among, progress if mpi.threads_may_call() else "calls")
+
+
+def average(world: Topology, *, compression: str = "none") -> Any:
+    """The mean of all ranks' gradients as a transformation of optax (step 4), for JAX. A collective.
+
+    ``optimizer = optax.chain(hk.average(world), optax.adam(lr))``: what stands behind it sees the mean, as one process
+    would. What clips belongs behind it: before it each rank would clip by the norm of its own gradients, which nothing
+    here can tell. It is pure: it keeps no state in optax's, changes no array of yours, and works inside and outside of
+    ``jax.jit``, in ``lax.scan`` and in ``optax.MultiSteps``. Not in ``jax.vmap`` and ``shard_map``.
+
+    Args:
+        world: the job; with one rank gradients stay as they are.
+        compression: as of ``distribute``.
+    Returns:
+        An ``optax.GradientTransformation``. Every rank updates with the same tree, the same number of times.
+    Raises:
+        MissingFrameworkError: jax or optax is not installed.
+        InvalidArgumentError: ``init`` was not called, or an unknown compression.
+        AgreementError: when called: the ranks' gradients differ in names, shapes or types. Raised on every rank; inside
+            ``jax.jit`` JAX raises an error of its own with these words.
+    """
+    from hvdkit.arrays import optax_average  # needs JAX
+
+    return optax_average.average(world, compression)
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from hvdkit.arrays import mpi, seeds
 from hvdkit.arrays import state as arrays_state
 from hvdkit.arrays.data import require_sharded
 from hvdkit.arrays.state import Array
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import CheckpointsBase
 
@@ -96,7 +96,7 @@ class Checkpoints(CheckpointsBase):
     def _is_started(self) -> bool:
         return mpi.is_started()
 
-    def _all_ranks(self) -> Collectives:
+    def _all_ranks(self) -> Communicator:
         return mpi.ranks()
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002
@@ -106,7 +106,7 @@ class Checkpoints(CheckpointsBase):
         return cast("dict[str, Any]", self._ranks().together(partial(super()._position, loader)))
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
-        return np.stack(self._ranks().gather(random_state.capture(), "hvdkit.random_states"))
+        return np.stack(self._ranks().allgather(random_state.capture(), "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
         random_state.restore(own)

@@ -17,15 +17,18 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, TypeVar
 
+from hvdkit.core.communicator import OverMpi
 from hvdkit.steps import passes
 from hvdkit.steps.allreduce_counts import AllreduceCounts
-from hvdkit.steps.collectives import background_allgather
 
 _TOGETHER_S = 1.0  # ranks that end within this time end together
 _LOOK_S = 0.5
-_WAIT = ("Allreduce", "Barrier", "Bcast", "Dup", "Split_type", "allgather", "bcast")
+_WAIT = {"Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv", "Reduce_scatter", "allgather"}
+_WAIT |= {"Barrier", "Bcast", "Dup", "Split_type", "bcast"}
 _waits: dict[int, int] = {}  # thread that waits for other ranks: the number of this wait, which no other has
 _numbers = count()
+in_steps: set[int] = set()
+"""Threads that average for the first one, which waits for them where JAX runs a step behind the program."""
 apart: list[Any] = []
 """Communicators of some ranks only, which may rightly reduce less often than others."""
 
@@ -52,11 +55,13 @@ class Marked:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        for name in _WAIT:
-            setattr(self, name, waits(getattr(comm, name)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+        found = getattr(self._comm, name)
+        if name in _WAIT:
+            found = waits(found)
+            setattr(self, name, found)
+        return found
 
 
 class StepCounts(AllreduceCounts):
@@ -68,14 +73,16 @@ class StepCounts(AllreduceCounts):
 
     def __init__(self, comm: Any) -> None:
         super().__init__()
-        self._comm = comm.Dup()
+        from mpi4py import MPI
+
+        self._comm = comm
         self._main = threading.main_thread().ident
         self.in_graphs(lambda: (passes.told(), passes.told()))
-        self.start(comm.Get_rank(), lambda row, _: background_allgather(self._comm, row))
+        self.start(OverMpi(comm, MPI))
         atexit.register(self.leave)
 
     def waits(self) -> bool:
-        return self._main in _waits
+        return self._main in _waits or not in_steps.isdisjoint(_waits.copy())
 
     def all_meet(self) -> bool:
         return not apart

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdkit.arrays.exit_watchdog import ExitWatchdog, Marked, StepCounts, apart
+from hvdkit.core.communicator import OverMpi, end_the_job_with_the_process
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, starting
-from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
 from hvdkit.steps.topology import Topology
 
 _started: list[Any] = []  # the communicator of hvdkit's own calls, apart from those of the user's
+before_calls: list[Callable[[], object]] = []
+"""What returns when calls that run behind the program have been made."""
 
 
 def library() -> Any:
@@ -75,6 +77,8 @@ def everyone() -> Any:
     """
     if not _started:
         raise InvalidArgumentError("hvdkit.arrays was not started in this process; call init() first, on every rank.")
+    for wait in before_calls:
+        wait()
     return _started[0]
 
 
@@ -103,14 +107,8 @@ def ranks(comm: Any = None) -> OverMpi:
 def require_same_rows(comm: Any, rows: Sequence[str]) -> None:
     """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective."""
     among = ranks(comm)
-    if not agreement.agree([agreement.rows_table(rows)], lambda mine: among.minimum(mine, "hvdkit.agree")):
+    if not agreement.agree([agreement.rows_table(rows)], lambda mine: among.allreduce(mine, "hvdkit.agree", op="min")):
         agreement.require_same_rows(among, rows)
-
-
-def message(array: Any) -> Any:
-    """An array as mpi4py takes it without looking at it again in every call: memory, count and type."""
-    mpi = library()
-    return [mpi.buffer.frombuffer(array), array.size, mpi.Datatype.fromcode(array.dtype.char)]
 
 
 def threads_may_call() -> bool:

@@ -19,6 +19,7 @@ from hvdkit.arrays.exchange.buffers import HostBuffer
 from hvdkit.arrays.exchange.layout import Layout
 from hvdkit.arrays.exchange.shared import quiet
 from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.core.communicator import ALLREDUCE
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import passes, step_times
 from hvdkit.steps.gradients import GradientOptions
@@ -45,7 +46,6 @@ class Reduce:
     def __init__(self, parameters: Any, options: GradientOptions, comm: Any, progress: str) -> None:
         self._options, self._comm = options, comm
         self._size = int(comm.Get_size())
-        self._in_place = mpi.library().IN_PLACE
         self._layout = Layout(parameters, options, comm, _MISSING, progress)
         self._head = self._layout.head
         self._first = self._layout.buffers[0]
@@ -54,7 +54,7 @@ class Reduce:
         threaded = progress == "thread" and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
         self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
         self._payload = self._first.payload
-        self._head_message = mpi.message(self._head)
+        self._heads = mpi.ranks(comm).repeated(ALLREDUCE, self._head)
         self._mean = 1.0 / self._size if options.op == "average" else 1.0
         self._mean_of_type = np.asarray(self._mean, dtype=self._payload.dtype)
         one_pass = options.backward_passes_per_step == 1
@@ -224,7 +224,7 @@ class Reduce:
         else:
             for buffer in self._layout.buffers:
                 buffer.announce(self._own)
-            self._comm.Allreduce(self._in_place, self._head_message)
+            self._heads.run()
             factor = self._factor()
             for buffer in self._layout.buffers:
                 buffer.exchange(self._own, factor)
@@ -255,7 +255,7 @@ class Reduce:
             return
         for buffer in self._layout.buffers:
             buffer.announce(self._own)
-        yield self._comm.Iallreduce(self._in_place, self._head_message)
+        yield self._heads.begin()
         factor = self._factor()
         for buffer in self._layout.buffers:
             yield from buffer.requests(self._own, factor)

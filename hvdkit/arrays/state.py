@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.arrays import mpi, tree
+from hvdkit.core.communicator import BROADCAST
 from hvdkit.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
@@ -57,12 +58,13 @@ def broadcast(state: Any, root: int) -> Any:
     comm = mpi.everyone()
     if not isinstance(root, int) or not 0 <= root < comm.Get_size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {comm.Get_size() - 1}, got {root!r}.")
-    found = mpi.ranks(comm).together(lambda: read(state))
+    ranks = mpi.ranks()
+    found = ranks.together(lambda: read(state))
     mpi.require_same_rows(comm, [row(path, array) for path, _, array in found])
     received: list[Array | None] = []
     for _, _, array in found:
         copied = None if array is None else np.array(array, order="C")
         if copied is not None and copied.nbytes:
-            comm.Bcast(copied.reshape(-1).view(np.uint8), root=root)
+            ranks.run(BROADCAST, copied, "hvdkit.broadcast_state", root=root)
         received.append(copied)
     return remade(state, [leaf for _, leaf, _ in found], received)

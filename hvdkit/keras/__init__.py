@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hvdkit.core.communicator import OverHorovod
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.observe.monitor import begin_if_asked
 from hvdkit.steps.allreduce_counts import COUNTS
-from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -104,7 +104,7 @@ def init() -> Topology:
     world = state.start()
     guard.install()
     if TRANSPORT.has_background() and isinstance(TRANSPORT, OverHorovod):
-        COUNTS.begin(TRANSPORT.hvd, TRANSPORT.background_allgather)
+        COUNTS.begin(TRANSPORT.hvd, TRANSPORT)
     begin_if_asked(Monitor, world)
     return world
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from hvdkit import __version__
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras import random_state, seeds, state
 from hvdkit.keras import schedule as keras_schedule
@@ -19,7 +20,6 @@ from hvdkit.keras.optimizer import held_by, meant_by
 from hvdkit.keras.trainer.callbacks import Callback, broadcast_state
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.checkpoint import Saved
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints
@@ -48,7 +48,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
     def _is_started(self) -> bool:
         return state.is_started()
 
-    def _all_ranks(self) -> Collectives:
+    def _all_ranks(self) -> Communicator:
         return TRANSPORT
 
     def _optimizers(self, model: Any, optimizer: Any) -> Any:
@@ -85,7 +85,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     def _random_states(self, model: Any) -> Any:
         state.model_variables(model)
-        return self._ranks().gather(random_state.capture(model), "hvdkit.random_states")
+        return self._ranks().allgather(random_state.capture(model), "hvdkit.random_states")
 
     def _write_random(self, directory: Path, states: Any) -> None:
         np.savez(directory / "random.npz", *states)  # their lengths may differ

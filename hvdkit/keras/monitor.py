@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
-import numpy.typing as npt
 
+from hvdkit.core.communicator import ALLGATHER
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
@@ -31,18 +30,17 @@ class Monitor(monitor.Monitor, Callback):
     process goes on after the training.
     """
 
+    _ranks = TRANSPORT
+
     def __init__(
         self, directory: str | os.PathLike[str] | None, world: Topology, every: int = 50, *args: Any, **options: Any
     ):
         Callback.__init__(self)
         monitor.Monitor.__init__(self, directory, world, every, *args, **options)
-        TRANSPORT.prepare_background(self._name)
+        TRANSPORT.background(ALLGATHER, self._name)  # over MPI a collective of the first thread
         self._last_batch = -1
         if keras.backend.backend() == "tensorflow":
             private.replace(private.TF_ITERATOR, private.saying_when_batches_come)
-
-    def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        return TRANSPORT.background_allgather(words, name)
 
     def _parameters(self) -> Mapping[str, str]:
         weights = [] if self._model is None else self._model.trainable_weights

@@ -34,7 +34,7 @@ _started: list[Topology] = []
 
 def start() -> Topology:
     """Start the communication library, where it is not running, and remember this process's place."""
-    _started[:] = [TRANSPORT.start()]
+    _started[:] = [TRANSPORT.start_library()]
     TRANSPORT.in_step = True
     return _started[0]
 
@@ -116,12 +116,12 @@ def average_statistics(variables: Sequence[Any]) -> None:
     values = [value_of(one) for one in variables]
     table = agreement.value_table([one.path for one in variables], list(map(agreement.digest, values)))
     masks = np.array(list(map(untrained.is_mask, values)), dtype=np.int64)
-    tables = np.stack(TRANSPORT.gather(np.column_stack([table, masks]), "hvdkit.statistics"))
+    tables = np.stack(TRANSPORT.allgather(np.column_stack([table, masks]), "hvdkit.statistics"))
     differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0) & ~tables[:, :, 2].all(axis=0)
     for variable in (variables[position] for position in np.flatnonzero(differs).tolist()):
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype)):
             mine = value_of(variable)
-            total = TRANSPORT.sum(mine.astype(np.float64), "hvdkit.statistics")
+            total = TRANSPORT.allreduce(mine.astype(np.float64), "hvdkit.statistics")
             variable.assign((total / world().size).astype(mine.dtype))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.ranks import name_ranks
+from hvdkit.errors import name_ranks
 
 Floats = npt.NDArray[np.float64]
 

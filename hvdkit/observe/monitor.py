@@ -14,14 +14,12 @@ import math
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from hvdkit.core.communicator import ALLGATHER, Communicator
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.observe.monitor_thread import MonitorThread
 from hvdkit.observe.root_sinks import RootSinks, checked_trackers
@@ -127,9 +125,8 @@ class Monitor(ABC):
 
     # What a framework binding says in its framework's terms ----------------------------------------------------------
 
-    @abstractmethod
-    def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        """Every rank's words, int64 (size, n), called in the second thread; a collective."""
+    _ranks: Communicator
+    """Between all ranks."""
 
     def _held(self, value: Any) -> Any:
         """A logged value to keep until the window's end: a number, or what ``float`` makes one of without much ado."""
@@ -249,7 +246,7 @@ class Monitor(ABC):
         self._window.begun = now
         self._processor = step_times.Processor()  # of this thread, which trains
         self._used = self._processor.spent()
-        gather = functools.partial(self._gather, name=self._name)
+        gather = self._ranks.background(ALLGATHER, self._name)
         keeps = self._on_report is not None
         self._thread = MonitorThread(self._world.size, gather, self._device_bytes, self._sinks, keeps=keeps)
         facts = {"world_size": self._world.size, "steps": self._steps, "epochs": self._epochs}

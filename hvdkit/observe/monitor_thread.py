@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.core.communicator import Words, text_of, words_of
 from hvdkit.observe.lateness import Floats, lower_median
 from hvdkit.observe.root_sinks import RootSinks
 from hvdkit.observe.stragglers import Report, Scores, summary
 from hvdkit.observe.windows import FACTS, WORDS, BadGradients, Window, number_of, row_of
-from hvdkit.steps.collectives import Words, text_of, words_of
 from hvdkit.steps.launchers import is_elastic
 
 
@@ -29,7 +29,7 @@ class MonitorThread(threading.Thread):
 
     Args:
         size: number of ranks.
-        gather: every rank's words, int64 (size, n), of this one's (n,); a collective.
+        gather: every rank's words, int64 (size, n), of this one's (1, n); a collective.
         device_bytes: memory of the accelerator that this process uses; NaN without one.
         sinks: the root's; None elsewhere.
         keeps: whether reports are kept for ``reports``.
@@ -120,7 +120,7 @@ class MonitorThread(threading.Thread):
                 self._progress.notify_all()
 
     def _everyone(self, words: Words) -> Words:
-        return self._gather(words) if self._size > 1 else words[None]
+        return self._gather(words[None]) if self._size > 1 else words[None]
 
     def _hosts(self) -> list[str]:
         return [text_of(row) for row in self._everyone(words_of(socket.gethostname(), WORDS))]

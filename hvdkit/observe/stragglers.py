@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.errors import name_ranks
 from hvdkit.observe.lateness import DOING, STEADY, Floats, computes_itself, lower_median, named, why
-from hvdkit.steps.ranks import name_ranks
 
 LASTING = 3
 """Windows in a row after which something is taken to last."""

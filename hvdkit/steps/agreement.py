@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps.collectives import Collectives
+from hvdkit.core.communicator import Communicator
+from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.steps.numbers import whole
-from hvdkit.steps.ranks import name_ranks
 
 Digests = npt.NDArray[np.int64]
 Words = TypeVar("Words")
@@ -180,19 +179,19 @@ def first_difference(tables: Sequence[Digests]) -> RanksDiffer | None:
     return None
 
 
-def require_same_rows(ranks: Collectives, rows: Sequence[str], fault: str = _MODELS, fix: str = _SAME_MODEL) -> None:
+def require_same_rows(ranks: Communicator, rows: Sequence[str], fault: str = _MODELS, fix: str = _SAME_MODEL) -> None:
     """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective.
 
     Args:
         fault, fix: what the ranks do wrong then, and should do on every rank.
     """
-    difference = first_difference(ranks.gather(rows_table(rows), "hvdkit.layout"))
+    difference = first_difference(ranks.allgather(rows_table(rows), "hvdkit.layout"))
     if difference is not None:
         raise layout_error(difference, rows, ranks.rank(), fault, fix)
 
 
 def require_same_values(
-    ranks: Collectives,
+    ranks: Communicator,
     rows: Sequence[str],
     digests: npt.ArrayLike,
     value_at: Callable[[int], tuple[str, npt.NDArray[Any]]],
@@ -209,9 +208,9 @@ def require_same_values(
         among: the ranks that must agree with this one; default: all.
     """
     table = value_table(rows, digests)
-    if among is None and agree([table], lambda mine: ranks.minimum(mine, "hvdkit.agree")):
+    if among is None and agree([table], lambda mine: ranks.allreduce(mine, "hvdkit.agree", op="min")):
         return
-    tables = ranks.gather(table, "hvdkit.digests")
+    tables = ranks.allgather(table, "hvdkit.digests")
     members = range(len(tables)) if among is None else sorted(among)
     found = first_difference([tables[rank] for rank in members])
     if found is None:

@@ -27,10 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.errors import AgreementError
-from hvdkit.steps.collectives import Words, text_of, words_of
+from hvdkit.core.communicator import ALLGATHER, Communicator, Words, text_of, words_of
+from hvdkit.errors import AgreementError, name_ranks
 from hvdkit.steps.launchers import is_elastic
-from hvdkit.steps.ranks import name_ranks
 
 _PERIOD_S, _LEAVE_S = 1.0, 4.0
 _QUIET, _LONG_QUIET = 3, 7
@@ -61,14 +60,14 @@ class AllreduceCounts:
         self._in_graphs: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._thread: threading.Thread | None = None
 
-    def begin(self, horovod: Any, gather: Callable[[Words, str], Words]) -> None:
+    def begin(self, horovod: Any, ranks: Communicator) -> None:
         """Watch from now on, with all ranks; not in an elastic job, which goes on without a rank that is lost.
 
         Nor where a timeline is recorded, in which it would wait longest.
 
         Args:
             horovod: Horovod's module for the framework, which has been started.
-            gather: every rank's words, int64 (size, n), in a second thread; a collective of that name.
+            ranks: all.
         """
         elsewhere = is_elastic() or os.environ.get("HOROVOD_TIMELINE")
         if horovod.size() < 2 or elsewhere or self._is_watching():
@@ -78,12 +77,13 @@ class AllreduceCounts:
         if not hasattr(horovod.join, "hvdkit_plain"):
             horovod.join = self._leaving_before(horovod.join)
             atexit.register(self.leave)  # before Horovod's own, which ends it for all ranks
-        self.start(horovod.rank(), gather)
+        self.start(ranks)
 
-    def start(self, rank: int, gather: Callable[[Words, str], Words]) -> None:
-        """Watch from now on, as this rank; for ``gather`` see ``begin``."""
-        self._rank, self._made, self._leaves = rank, 0, False
-        self._gather, self._process, self._told = gather, os.getpid(), threading.Event()
+    def start(self, ranks: Communicator) -> None:
+        """Watch from now on, between these ranks."""
+        self._rank, self._made, self._leaves = ranks.rank(), 0, False
+        self._gather = ranks.background(ALLGATHER, "hvdkit.allreduce_counts")
+        self._process, self._told = os.getpid(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdkit allreduce counts", daemon=True)
         self._thread.start()
 
@@ -131,7 +131,7 @@ class AllreduceCounts:
             while True:
                 self._told.wait(_PERIOD_S)
                 self._told.clear()
-                table = self._gather(self._row(), "hvdkit.allreduce_counts")
+                table = self._gather(self._row()[None])
                 rows = [_Row(rank, row) for rank, row in enumerate(table)]
                 quiet = quiet + 1 if before is not None and np.array_equal(table, before) else 0
                 before = table

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import AgreementError
 from hvdkit.steps.agreement import WARNING
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.untrained import Seen, UntrainedState
 
 Fingerprints = npt.NDArray[np.float64]
@@ -108,7 +108,7 @@ class DivergenceCheck:
         """Whether to look before the step that is about to be taken."""
         return self._asks and self.pending_fingerprint is None
 
-    def compare(self, ranks: Collectives, names: Sequence[str], roundings: Sequence[float], call: str) -> None:
+    def compare(self, ranks: Communicator, names: Sequence[str], roundings: Sequence[float], call: str) -> None:
         """Compare the ranks' fingerprints, when some rank has one; a collective, to which one that joined adds zeros.
 
         Args:
@@ -122,7 +122,7 @@ class DivergenceCheck:
         looked = seen is not None and len(seen) == len(names)
         mine = seen.ravel() if looked and seen is not None else np.zeros(2 * len(names))
         mark = 0.0 if self.seen is None else self.seen.mark()
-        whole = ranks.sum(np.concatenate([[mark, mark**2, 1.0, asked, looked], mine, mine**2]), call)
+        whole = ranks.allreduce(np.concatenate([[mark, mark**2, 1.0, asked, looked], mine, mine**2]), call)
         marks, squares, *counts = whole[:5].tolist()
         if counts[1] < counts[0]:
             self._exchanges = 0  # on every rank, so that they count alike from now on

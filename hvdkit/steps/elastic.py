@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import learning_rate, passes, starting, step_times
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
@@ -36,7 +36,7 @@ class ElasticBase(ABC):
     """The class of what ``warmup`` returns."""
 
     def _begin(
-        self, horovod: Any, ranks: Collectives, *, loader: Any, schedule: Any, rule: str, values: dict[str, Any]
+        self, horovod: Any, ranks: Communicator, *, loader: Any, schedule: Any, rule: str, values: dict[str, Any]
     ) -> None:
         """Take the first commit.
 
@@ -135,7 +135,7 @@ class ElasticBase(ABC):
     def sync(self) -> None:
         """Called by Horovod when the ranks have met: all take the state of the one that has committed most."""
         with self._peer_errors():
-            everyone = self._ranks.gather(np.array([self._commits], dtype=np.int64), "hvdkit.elastic.commits")
+            everyone = self._ranks.allgather(np.array([self._commits], dtype=np.int64), "hvdkit.elastic.commits")
             commits = np.concatenate(everyone).tolist()
             root = commits.index(max(commits))
             self._broadcast(root)

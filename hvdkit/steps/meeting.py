@@ -31,8 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdkit.errors import LauncherError
-from hvdkit.steps.ranks import name_ranks
+from hvdkit.errors import LauncherError, name_ranks
 from hvdkit.steps.secret import Key
 
 _CANDIDATES = 24

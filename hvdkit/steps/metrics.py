@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.core.communicator import Communicator
+from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.steps import agreement
-from hvdkit.steps.collectives import Collectives
-from hvdkit.steps.ranks import name_ranks
 
 Pairs = dict[str, tuple[float, float]]
 
@@ -26,10 +25,10 @@ def sums_and_counts(metrics: Mapping[str, Any]) -> Pairs:
     return {name: _sum_and_count(name, metrics[name]) for name in sorted(metrics)}
 
 
-def require_same_names(ranks: Collectives, names: Iterable[str]) -> None:
+def require_same_names(ranks: Communicator, names: Iterable[str]) -> None:
     """Raise an AgreementError on every rank unless all give the same names of metrics; a collective."""
     mine = sorted(names)
-    tables = ranks.gather(agreement.digest_table(dict.fromkeys(mine, ())), "hvdkit.metric_names")
+    tables = ranks.allgather(agreement.digest_table(dict.fromkeys(mine, ())), "hvdkit.metric_names")
     difference = agreement.first_difference(tables)
     if difference is not None:
         raise AgreementError(
@@ -38,7 +37,7 @@ def require_same_names(ranks: Collectives, names: Iterable[str]) -> None:
         )
 
 
-def average(ranks: Collectives | None, metrics: Mapping[str, Any], size: int) -> dict[str, float]:
+def average(ranks: Communicator | None, metrics: Mapping[str, Any], size: int) -> dict[str, float]:
     """The mean of each metric over all ranks, the inside of each framework's ``average_metrics``; a collective.
 
     Args:
@@ -55,7 +54,7 @@ def average(ranks: Collectives | None, metrics: Mapping[str, Any], size: int) ->
     totals = np.array(list(pairs.values()), dtype=np.float64).reshape(len(pairs), 2)
     if ranks is not None:
         require_same_names(ranks, pairs)
-        totals = ranks.sum(totals, "hvdkit.metrics") if pairs else totals
+        totals = ranks.allreduce(totals, "hvdkit.metrics") if pairs else totals
     means = {}
     for name, (total, count) in zip(pairs, totals.tolist(), strict=True):
         if count == 0:

@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from hvdkit.core.communicator import Alone, Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import launchers, passes, step_times
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
-from hvdkit.steps.collectives import Alone, Collectives
 from hvdkit.steps.lock import PATIENCE_S
 
 Written = TypeVar("Written")
@@ -50,7 +50,7 @@ class CheckpointsBase(ABC):
         found: Saved | None = self._ranks().on_root(self._directory.best)
         return found
 
-    def _ranks(self) -> Collectives:
+    def _ranks(self) -> Communicator:
         """Between whom the checkpoints are: this process alone where nothing was started, as for inference.
 
         Raises:
@@ -71,7 +71,7 @@ class CheckpointsBase(ABC):
         """Whether ``init`` was called."""
 
     @abstractmethod
-    def _all_ranks(self) -> Collectives:
+    def _all_ranks(self) -> Communicator:
         """Between the ranks of the job, once it was."""
 
     @abstractmethod

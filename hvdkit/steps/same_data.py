@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import AgreementError
 from hvdkit.steps.agreement import agree, digest
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.topology import Topology
 
@@ -93,7 +93,7 @@ class Column:
         return np.nan_to_num(np.stack([row.reshape(-1)[:_ENTRIES] for row in rows]).astype(np.float64))
 
 
-def require_same_data(ranks: Collectives, world: Topology, dataset: Any, fix: str = MAKE_ALIKE) -> None:
+def require_same_data(ranks: Communicator, world: Topology, dataset: Any, fix: str = MAKE_ALIKE) -> None:
     """Raise an AgreementError on every rank where the ranks' data sets hold different entries; a collective.
 
     Nothing is compared where other ranks may join later (Horovod Elastic), or where ``world`` is not that of all ranks.
@@ -106,7 +106,7 @@ def require_same_data(ranks: Collectives, world: Topology, dataset: Any, fix: st
         return
     columns: dict[int, Any] = ranks.together(lambda: {_checksum(one[0].name): one for one in _held(dataset)})
     mine = [(name, digest(digests)) for name, (_, digests) in columns.items()]
-    tables = ranks.gather(np.array(mine, dtype=np.int64).reshape(-1, 2), "hvdkit.shard")
+    tables = ranks.allgather(np.array(mine, dtype=np.int64).reshape(-1, 2), "hvdkit.shard")
     everyone = [dict(table.tolist()) for table in tables]
     for name in everyone[0]:  # in one order on all ranks; what only some of them hold is a note of theirs
         if all(name in one for one in everyone) and len({one[name] for one in everyone}) > 1:
@@ -122,7 +122,7 @@ def fingerprint(sample: Any) -> int:
         return 0
 
 
-def _compare(ranks: Collectives, column: Column, digests: Any, fix: str) -> None:
+def _compare(ranks: Communicator, column: Column, digests: Any, fix: str) -> None:
     """Raise for the first entry that differs, unless it is only rounded differently."""
     kinds = ranks.gather_texts(column.kind, "hvdkit.shard")
     if len(set(kinds)) > 1:
@@ -130,13 +130,13 @@ def _compare(ranks: Collectives, column: Column, digests: Any, fix: str) -> None
     first, end = 0, len(column.positions)
     while end - first > 1:
         middle = (first + end) // 2
-        if agree([digests[first:middle]], lambda words: ranks.minimum(words, "hvdkit.agree")):
+        if agree([digests[first:middle]], lambda words: ranks.allreduce(words, "hvdkit.agree", op="min")):
             first = middle
         else:
             end = middle
     numbers = column.numbers(first)
     if numbers is not None:
-        sizes = ranks.gather(np.abs(numbers).max(initial=0.0).reshape(1).view(np.int64), "hvdkit.shard")
+        sizes = ranks.allgather(np.abs(numbers).max(initial=0.0).reshape(1).view(np.int64), "hvdkit.shard")
         if ranks.largest_difference(numbers) <= _CLOSE * np.concatenate(sizes).view(np.float64).max():
             return
     position = column.positions[first]

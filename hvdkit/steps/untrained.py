@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import AgreementError
 from hvdkit.steps import agreement
-from hvdkit.steps.collectives import Collectives
 
 Array = npt.NDArray[Any]
 
@@ -84,7 +84,7 @@ class UntrainedState:
         self._told: set[str] = set()
         self._fix, self._own, self._stacklevel = fix, own, stacklevel
 
-    def compare(self, ranks: Collectives, seen: Seen) -> None:
+    def compare(self, ranks: Communicator, seen: Seen) -> None:
         """Compare what the ranks have seen; a collective. With suspects left, look again before the next step.
 
         Raises:
@@ -95,7 +95,7 @@ class UntrainedState:
                 self.suspects[row] = _Suspect(value)
             else:
                 known.look(value)
-        tables = ranks.gather(self._table(seen), "hvdkit.untrained")
+        tables = ranks.allgather(self._table(seen), "hvdkit.untrained")
         is_root = ranks.rank() == 0
         if (difference := agreement.first_difference([table[:, :1] for table in tables])) is not None:
             self.suspects = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from hvdkit.core.communicator import ALLREDUCE
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.observe.monitor import begin_if_asked
 from hvdkit.steps import metrics as averages
@@ -42,7 +43,7 @@ from hvdkit.tensorflow.batch_norm import average_statistics
 from hvdkit.tensorflow.checkpoint import Checkpoints
 from hvdkit.tensorflow.elastic import ElasticState, run_elastic
 from hvdkit.tensorflow.loss import weighted_loss
-from hvdkit.tensorflow.monitor import Monitor, background_allgather
+from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.seeds import seed_everything
 from hvdkit.tf_shared import tf_streams as streams
 
@@ -85,7 +86,7 @@ def init() -> Topology:
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
     world = starting.start(hvd, os.environ)
-    COUNTS.begin(hvd, background_allgather)
+    COUNTS.begin(hvd, state.RANKS)
     begin_if_asked(Monitor, world)
     return world
 
@@ -260,7 +261,7 @@ def shard(
             every rank. (All call it, as a collective.)
     """
     options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
-    totals = partial(streams.total, hvd)
+    totals = partial(state.RANKS.background, ALLREDUCE)
     arrays, stream = streams.arrays_or_stream(dataset, world, state.RANKS, totals, streams.with_weights, **options)
     if stream is not None:
         return stream

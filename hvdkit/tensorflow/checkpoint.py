@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import __version__
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.checkpoint import Saved
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.resume import ModelCheckpoints
 from hvdkit.tensorflow import random_state, seeds, state
 from hvdkit.tensorflow.data import require_sharded
@@ -44,7 +44,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
     def _is_started(self) -> bool:
         return bool(hvd.is_initialized())
 
-    def _all_ranks(self) -> Collectives:
+    def _all_ranks(self) -> Communicator:
         return state.RANKS
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
     def _random_states(self, model: Any) -> Any:
         """int64 (size, length)."""
         mine = random_state.capture(state.generator_states(model))
-        return np.stack(self._ranks().gather(mine, "hvdkit.random_states"))
+        return np.stack(self._ranks().allgather(mine, "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
         random_state.restore(own, state.generator_states(model))

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import horovod.tensorflow as hvd
-import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.observe import monitor
 from hvdkit.tensorflow.optimizer import SHOWN
+from hvdkit.tensorflow.state import RANKS
 
 
 class Monitor(monitor.Monitor):
     """Watches a loop while it trains; ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises."""
 
-    def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        return background_allgather(words, name)
+    _ranks = RANKS
 
     def _held(self, value: Any) -> Any:
         # What a GPU still computes is not waited for now.
@@ -49,21 +45,3 @@ def device_bytes() -> float:
     if not tf.config.list_logical_devices("GPU"):
         return math.nan
     return float(tf.config.experimental.get_memory_info("GPU:0")["current"])
-
-
-def background_allgather(words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-    """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective."""
-    with tf.device("/CPU:0"):
-        everyone: npt.NDArray[np.int64] = _gathering(name)(tf.constant(words[None])).numpy()
-    return everyone
-
-
-@functools.cache
-def _gathering(name: str) -> Callable[[Any], Any]:
-    """Outside of a graph an operation has no name of its own, and would be taken for one of the first thread.
-
-    A concrete function is a graph under ``tf.config.run_functions_eagerly``, too.
-    """
-    function = tf.function(lambda words: hvd.allgather(words, name=name), autograph=False)
-    graph: Callable[[Any], Any] = function.get_concrete_function(tf.TensorSpec((1, None), tf.int64))
-    return graph

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes
-from hvdkit.steps.collectives import OverHorovod
 from hvdkit.tensorflow import seeds
 from hvdkit.tensorflow.variables import beside_keras, canonical_name, native
+from hvdkit.tf_shared.tf_ranks import TensorflowRanks
 
-RANKS = OverHorovod(hvd, tf.constant)
+RANKS = TensorflowRanks()
 _COUNTED: WeakSet[Any] = WeakSet()
 
 
@@ -158,14 +157,14 @@ def layout(variable: Any) -> str:
 def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
     """The inside of ``hvdkit.tensorflow.broadcast_state``."""
     require_eager("broadcast_state")
-    if not 0 <= root < hvd.size():
-        raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
+    if not 0 <= root < RANKS.size():
+        raise InvalidArgumentError(f"root must be a rank in 0 .. {RANKS.size() - 1}, got {root}.")
     variables = model_variables(model)
     if len(optimizers := by_name(optimizer)) > 1:
         from hvdkit.tf_shared.keras_optimizer import make_slots, trained_variables
 
         mine = trained_variables(optimizers, variables)
-        make_slots(optimizers, variables, RANKS.gather(mine, "hvdkit.trained")[root])
+        make_slots(optimizers, variables, RANKS.allgather(mine, "hvdkit.trained")[root])
     variables += optimizer_variables(optimizers, model)
     rows = [layout(variable) for variable in variables]
     if optimizers:

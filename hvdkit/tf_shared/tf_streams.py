@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.streams import HEAD, SAME_ORDER, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
@@ -64,13 +64,13 @@ class ShardedFiles(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[
 
 
 def arrays_or_stream(
-    dataset: Any, world: Topology, ranks: Collectives, totals: Totals, weigh: Weigh, **options: Any
+    dataset: Any, world: Topology, ranks: Communicator, totals: Totals, weigh: Weigh, **options: Any
 ) -> tuple[Any, ShardedStream | None]:
     """The samples as arrays where they are few, else a stream; a collective.
 
     Args:
         ranks: how they reach each other.
-        totals: the same in another thread, see ``totals``.
+        totals: the same in another thread, ``ranks.background``.
         weigh: puts the weights of "exact" into a batch.
         options: of ``shard``.
     Raises:
@@ -286,24 +286,6 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         for function, name in self._maps:
             batches = batches.map(function, name=name)
         return untuned(batches.prefetch(1).with_options(_options()))
-
-
-def total(hvd: Any, name: str) -> Total:
-    """A sum over the ranks for another thread than the one that trains; ``name``: of one pass alone.
-
-    Args:
-        hvd: ``horovod.tensorflow``.
-
-    Outside of a function TensorFlow gives all of Horovod's operations one name, by which those of two threads would
-    meet.
-    """
-    summed = tf.function(lambda mine: hvd.allreduce(mine, op=hvd.Sum, name=name), autograph=False)
-
-    def add_up(mine: Any) -> Any:
-        with tf.device("/CPU:0"):
-            return summed(tf.constant(mine)).numpy()
-
-    return add_up
 
 
 def with_weights(parts: Any, weights: Any) -> Any:

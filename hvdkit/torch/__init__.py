@@ -104,7 +104,7 @@ def init() -> Topology:
     if not os.environ.get("HOROVOD_AUTOTUNE"):
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
     world = starting.start(hvd, os.environ)
-    COUNTS.begin(hvd, RANKS.background_allgather)
+    COUNTS.begin(hvd, RANKS)
     torchmetrics.install()
     begin_if_asked(world)
     return world

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from hvdkit import __version__
+from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints, Write
@@ -153,7 +153,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
     def _is_started(self) -> bool:
         return bool(hvd.is_initialized())
 
-    def _all_ranks(self) -> Collectives:
+    def _all_ranks(self) -> Communicator:
         return state.RANKS
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         """uint8 (size, length)."""
-        return np.stack(self._ranks().gather(_random_state().numpy(), "hvdkit.random_states"))
+        return np.stack(self._ranks().allgather(_random_state().numpy(), "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
         _set_random_state(own)

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.errors import DataError, InvalidArgumentError, name_ranks
 from hvdkit.steps import random_state
 from hvdkit.steps.numbers import whole
-from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.same_data import fingerprint, require_same_data
 from hvdkit.steps.seeds import integer, seed_python
 from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader, stream_weights
@@ -315,7 +314,7 @@ class _Copies:
         self._compare_at = math.inf if ended else 4 * step + 1
         mine = np.concatenate(self._marks)[: max(64, _MOST_MARKS // hvd.size())]
         mine = np.insert(mine, 0, hvd.rank(), axis=1)[mine[:, 1] > 0]
-        read = np.concatenate(RANKS.gather(mine, "hvdkit.stream.copies"))
+        read = np.concatenate(RANKS.allgather(mine, "hvdkit.stream.copies"))
         by_reader, readers = np.unique(read, axis=0), len(np.unique(read[:, :2], axis=0))
         several, again = len(by_reader) - len(np.unique(by_reader[:, 2])), len(read) - len(by_reader)
         # Data that repeat themselves do so within each reader, too; what is drawn with replacement repeats a little.

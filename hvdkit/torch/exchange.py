@@ -353,7 +353,7 @@ class Exchange:
         """
         arrived = {key: place for place, key in enumerate(self._fired)}
         mine = core_layout.by_arrival(arrived, [id(parameter) for _, parameter in named])
-        of_each_rank = ranks.gather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
+        of_each_rank = ranks.allgather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
         return [named[place] for place in core_layout.sorted_alike(of_each_rank)]
 
     def _buckets(self) -> list[AnyBucket]:

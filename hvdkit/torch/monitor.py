@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hvdkit.observe import monitor, step_marks
@@ -20,8 +18,7 @@ from hvdkit.torch.state import RANKS
 class Monitor(monitor.Monitor):
     """Watches a loop while it trains; ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises."""
 
-    def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        return RANKS.background_allgather(words, name)
+    _ranks = RANKS
 
     def _held(self, value: Any) -> Any:
         # What a GPU still computes is not waited for now; a copy, since a sum may be added to in place.

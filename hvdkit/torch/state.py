@@ -10,10 +10,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvdkit.core.communicator import OverHorovod, on_root
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
-from hvdkit.steps.collectives import OverHorovod
-from hvdkit.steps.root import on_root
 from hvdkit.torch import multi_optimizer, seeds
 from hvdkit.torch.nested import Outline, Placing, flattened, inner_of, is_wrapper, rebuilt, remade
 
@@ -28,12 +27,8 @@ class TorchRanks(OverHorovod):
         """1 where Horovod was not started: a job of ``torch.distributed`` shards, too, and its ranks are others."""
         return super().size() if hvd.is_initialized() else 1
 
-    gather = torch.inference_mode(False)(OverHorovod.gather)
-    sum = torch.inference_mode(False)(OverHorovod.sum)
-    minimum = torch.inference_mode(False)(OverHorovod.minimum)
-    broadcast = torch.inference_mode(False)(OverHorovod.broadcast)
+    start = torch.inference_mode(False)(OverHorovod.start)
     broadcast_object = torch.inference_mode(False)(OverHorovod.broadcast_object)
-    background_allgather = torch.inference_mode(False)(OverHorovod.background_allgather)
 
 
 RANKS = TorchRanks()
@@ -172,7 +167,8 @@ def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: 
     broadcast_tensors(model_tensors(model).values(), root)
     caches = buffers_of(model, persistent=False)
     table = agreement.rows_table(layout(name, one) for name, one in caches.items())
-    if agreement.agree([table], lambda mine: RANKS.minimum(mine, "hvdkit.caches")):  # else they grew with the batches
+    # else they grew with the batches
+    if agreement.agree([table], lambda mine: RANKS.allreduce(mine, "hvdkit.caches", op="min")):
         broadcast_tensors(caches.values(), root)
     _send_extra_states(model, root)
     if optimizer is None:

@@ -219,16 +219,17 @@ def test_words_of_a_second_thread_meet_none_of_the_first_where_functions_run_eag
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    from hvdkit.tensorflow.monitor import background_allgather
+    from hvdkit.tensorflow.state import RANKS
 
+    gather = RANKS.background("allgather", "second")
     words = tf.constant([world.rank], tf.int64)
     tf.config.run_functions_eagerly(True)
     try:
         hvd.allgather(words, name="first")
         with futures.ThreadPoolExecutor() as second:
-            told = [second.submit(background_allgather, words.numpy(), "second")] if world.is_root else []
+            told = [second.submit(gather, words.numpy()[None])] if world.is_root else []
             gathered = hvd.allgather(words, name="first").numpy().tolist()
-            told = told or [second.submit(background_allgather, words.numpy(), "second")]
+            told = told or [second.submit(gather, words.numpy()[None])]
             assert (gathered, told[0].result().tolist()) == ([0, 1], [[0], [1]])
     finally:
         tf.config.run_functions_eagerly(False)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.steps.agreement import (
     EveryFewSteps,
     agree,
@@ -18,7 +18,6 @@ from hvdkit.steps.agreement import (
     salted,
     value_table,
 )
-from hvdkit.steps.ranks import name_ranks
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20), st.data())

@@ -7,9 +7,9 @@ import traceback
 import pytest
 
 from hvdkit import AgreementError, CheckpointError, InvalidArgumentError, RootError
+from hvdkit.core.communicator import on_root
 from hvdkit.steps.agreement import digest_table
 from hvdkit.steps.metrics import average, require_same_names, sums_and_counts
-from hvdkit.steps.root import on_root
 
 
 class Others:
@@ -18,10 +18,10 @@ class Others:
     def __init__(self, *names, adding=(0.0, 0.0)):
         self._names, self._adding = names, adding
 
-    def gather(self, rows, name):
+    def allgather(self, rows, name):
         return [rows, digest_table(dict.fromkeys(self._names, ()))]
 
-    def sum(self, values, name):
+    def allreduce(self, values, name):
         return values + self._adding
 
 

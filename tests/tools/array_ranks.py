@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-MPI = SimpleNamespace(IN_PLACE=object(), MIN=np.minimum, COMM_TYPE_SHARED=object())
+MPI = SimpleNamespace(
+    IN_PLACE=object(),
+    MIN=np.minimum,
+    COMM_TYPE_SHARED=object(),
+    buffer=SimpleNamespace(frombuffer=lambda array: array),
+    Datatype=SimpleNamespace(fromcode=lambda code: code),
+)
 ONE_HOST = [False]
 """Whether ranks share a host, where a test does not say."""
 
@@ -70,10 +76,12 @@ class Ranks:
     def bcast(self, value, root=0):
         return self.meeting.exchange(self.rank, value)[root]
 
-    def Bcast(self, array, root=0):  # noqa: N802
+    def Bcast(self, message, root=0):  # noqa: N802
+        array = message[0]
         array[...] = self.meeting.exchange(self.rank, array.copy())[root]
 
     def Allreduce(self, source, target, op=np.add):  # noqa: N802
+        target = target[0] if isinstance(target, list) else target
         mine = target if source is MPI.IN_PLACE else source
         self.sent.append(mine.nbytes)
         every = self.meeting.exchange(self.rank, mine.copy())
@@ -92,6 +100,16 @@ class Ranks:
         every = self.meeting.exchange(self.rank, source.reshape(self.meeting.size, -1).copy())
         target.reshape(self.meeting.size, -1)[...] = [one[self.rank] for one in every]
         return Done()
+
+    def Ibcast(self, message, root=0):  # noqa: N802
+        self.Bcast(message, root)
+        return Done()
+
+    def Allgather(self, source, target):  # noqa: N802
+        self.Iallgather(source, target)
+
+    def Alltoall(self, source, target):  # noqa: N802
+        self.Ialltoall(source, target)
 
     def Iallgather(self, source, target):  # noqa: N802
         self.sent.append(source.nbytes)

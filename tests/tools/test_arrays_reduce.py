@@ -22,7 +22,6 @@ from hvdkit.steps.gradients import GradientOptions
 @pytest.fixture(autouse=True)
 def threads_for_ranks(monkeypatch):
     monkeypatch.setattr(mpi, "library", lambda: array_ranks.MPI)
-    monkeypatch.setattr(mpi, "message", lambda array: array)
 
 
 @pytest.fixture(params=["short", "copies", "long", "shared"])

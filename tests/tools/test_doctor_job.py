@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from hvdkit.common import json_files
+from hvdkit.core import communicator
 from hvdkit.prepare.doctor import job as ranks
 from hvdkit.prepare.doctor.finding import LEVELS
 from hvdkit.prepare.doctor.job import CHECKS, JobReport, Place, RankReport, look
@@ -132,17 +133,18 @@ def test_a_rank_has_started_when_the_ones_of_all_add_up_on_its_device(monkeypatc
     world = SimpleNamespace(local_rank=0)
     modules = {
         "hvdkit.torch": SimpleNamespace(init=lambda: world, pin_device=lambda _: "cpu"),
-        "torch": SimpleNamespace(ones=lambda n, device: made.append(device) or [1.0] * n),
+        "torch": SimpleNamespace(from_numpy=None, ones=lambda n, device: made.append(device) or [1.0] * n),
         "horovod.torch": SimpleNamespace(
             is_initialized=lambda: True, rank=lambda: 0, size=lambda: 2, local_rank=lambda: 0,
             mpi_enabled=lambda: False, allreduce=allreduce, Sum=None,
-            allgather_object=lambda own, name: [own, others],
         ),
     }  # fmt: skip
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    texts = lambda ranks, own, name: [own, others or " "]  # noqa: E731
+    monkeypatch.setattr(communicator.OverHorovod, "gather_texts", texts)
     started, gather = ranks._started(look({"PATH": ""}))
-    assert (started.problem, started.device, gather("")) == (problem, "cpu", ["", others])
+    assert (started.problem, started.device, gather("report")) == (problem, "cpu", ["report", others or " "])
     assert made == (["cpu"] if not others else [])
 
 

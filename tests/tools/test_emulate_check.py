@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hvdkit import InvalidArgumentError
-from hvdkit.measure.emulate.check import EXACT, Values, split, storage
+from hvdkit.core.communicator import shares
+from hvdkit.measure.emulate.check import EXACT, Values, storage
 from hvdkit.measure.emulate.plan import DTYPES, Collective, ReplayPlan
 from hvdkit.measure.emulate.rank_files import ReplayJob
 from hvdkit.measure.emulate.results import Delay, EmulateAsked
@@ -59,7 +60,7 @@ def test_broadcast_and_all_to_all(ranks):
     values = Values("broadcast", 10, "int32", ranks)
     assert np.array_equal(values.expected(ranks - 1, 3), values.given(0, 3))
     values = Values("all_to_all", 10, "int32", ranks)
-    ends = np.cumsum([0, *split(10, ranks)])
+    ends = np.cumsum([0, *shares(10, ranks)])
     for rank in range(ranks):
         own = slice(ends[rank], ends[rank + 1])
         wanted = np.concatenate([values.given(sender, 3)[own] for sender in range(ranks)])
@@ -97,9 +98,9 @@ def test_a_long_array_is_made_in_blocks_that_are_no_copies_of_each_other():
         assert len(np.unique(again)) > 200
 
 
-def test_split_is_even():
-    assert split(650, 4) == [163, 163, 162, 162]
-    assert split(2, 3) == [1, 1, 0]
+def test_shares_are_even():
+    assert shares(650, 4) == [163, 163, 162, 162]
+    assert shares(2, 3) == [1, 1, 0]
 
 
 # A trial

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from hvdkit.arrays import mpi, tree
 from hvdkit.arrays.exchange import shared
 from hvdkit.arrays.exchange.shared import SharedSum
 from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL
 from hvdkit.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
@@ -83,7 +83,7 @@ class HostBuffer:
     """
 
     def __init__(self, leaves: Sequence[Leaf], sent: np.dtype[Any], head: int, ranks: Ranks) -> None:
-        self._leaves, self._comm, self._in_place = leaves, ranks.comm, mpi.library().IN_PLACE
+        self._leaves, self._comm, self._ranks = leaves, ranks.comm, mpi.ranks(ranks.comm)
         self._one_host = ranks.one_host
         length = head + sum(leaf.size for leaf in leaves)
         half = ranks.half and sent.kind == "f"
@@ -100,7 +100,7 @@ class HostBuffer:
         ]
         step = max(1, CHUNK_BYTES // sent.itemsize)
         chunks = [self.payload[start : start + step] for start in range(0, len(self.payload), step)]
-        self._chunks = [(chunk, mpi.message(chunk)) for chunk in chunks]
+        self._chunks = [self._ranks.repeated(ALLREDUCE, chunk) for chunk in chunks]
         self._half = HalfExchange(self.payload, ranks.comm, ranks.mean) if half else None
 
     def in_one_message(self) -> Callable[[], object] | None:
@@ -114,7 +114,7 @@ class HostBuffer:
         together = shared.copies(self._comm, self.message) if self._one_host else None
         if together is not None:
             return together.add_up
-        return functools.partial(self._comm.Allreduce, self._in_place, mpi.message(self.message))
+        return self._ranks.repeated(ALLREDUCE, self.message).run
 
     def put(self, position: int, gradient: Any, factor: float | None) -> None:
         """Put a gradient, or None for zeros, into the buffer.
@@ -182,10 +182,10 @@ class HostBuffer:
             self._shared.add_up(factor)
             self._comm.Barrier()
         else:
-            for chunk, message in self._chunks:
+            for chunk in self._chunks:
                 if own * factor != 1.0:
-                    np.multiply(chunk, own * factor, out=chunk)
-                self._comm.Allreduce(self._in_place, message)
+                    np.multiply(chunk.got, own * factor, out=chunk.got)
+                chunk.run()
 
     def requests(self, own: float, factor: float) -> Iterator[Any]:
         """As ``exchange``, without waiting: the MPI requests to be completed, each before the next is asked for."""
@@ -196,7 +196,7 @@ class HostBuffer:
             yield self._comm.Ibarrier()
         else:
             self.payload *= own * factor
-            yield self._comm.Iallreduce(self._in_place, self.payload)
+            yield self._ranks.repeated(ALLREDUCE, self.payload).begin()
 
 
 class HalfExchange:
@@ -215,12 +215,14 @@ class HalfExchange:
     """
 
     def __init__(self, payload: Array, comm: Any, mean: float) -> None:
-        self._payload, self._comm, self._mean = payload, comm, mean
+        self._payload, self._mean = payload, mean
         size = comm.Get_size()
         part = -(-len(payload) // size)
         self._mine = np.zeros(size * part, dtype=np.float16)
-        self._parts = np.empty((size, part), dtype=np.float16)
         self._result = np.empty(part, dtype=np.float16)
+        ranks = mpi.ranks(comm)
+        self._deal_out, self._collect = ranks.repeated(ALLTOALL, self._mine), ranks.repeated(ALLGATHER, self._result)
+        self._parts = self._deal_out.got.reshape(size, part)
 
     def requests(self, factor: float) -> Iterator[Any]:
         """The MPI requests to be completed, each before the next is asked for; the payload is then the result.
@@ -231,13 +233,13 @@ class HalfExchange:
         before = factor / self._mean
         count = len(self._payload)
         _rounded(self._payload, before, self._mine[:count])
-        yield self._comm.Ialltoall(self._mine.view(np.uint16), self._parts.view(np.uint16))
+        yield self._deal_out.begin()
         total = self._parts[0].astype(self._payload.dtype)
         for part in self._parts[1:]:
             total += part
         _rounded(total, self._mean, self._result)
-        yield self._comm.Iallgather(self._result.view(np.uint16), self._mine.view(np.uint16))
-        self._payload[:] = self._mine[:count]
+        yield self._collect.begin()
+        self._payload[:] = self._collect.got[:count]
 
 
 def _rounded(values: Array, factor: float, half: Array) -> None:

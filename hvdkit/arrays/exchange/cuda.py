@@ -17,6 +17,7 @@ from hvdkit.arrays import mpi
 from hvdkit.arrays.exchange import plan
 from hvdkit.arrays.exchange.buffers import Leaf, Ranks
 from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.core.communicator import ALLREDUCE
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 
 
@@ -119,12 +120,11 @@ class CudaBuffer:
             self._over_nccl()
             return
         self._cp.cuda.get_current_stream().synchronize()  # MPI knows no streams
-        in_place = mpi.library().IN_PLACE
         if self._path == plan.CUDA_AWARE:
-            self._comm.Allreduce(in_place, self.payload)
+            self._comm.Allreduce(mpi.library().IN_PLACE, self.payload)
             return
         host = self._cp.asnumpy(self.payload)
-        self._comm.Allreduce(in_place, host)
+        mpi.ranks(self._comm).run(ALLREDUCE, host, "")
         self.payload.set(host)
 
     def requests(self, own: float, factor: float) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hvdkit.common.programs import signal_name
 from hvdkit.common.units import bytes_text
-from hvdkit.steps.ranks import name_ranks
+from hvdkit.errors import name_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.errors import name_ranks
 from hvdkit.jobs.launch.tracebacks import LineBuffer
-from hvdkit.steps.ranks import name_ranks
 
 DUMP_S = 1.5
 """Seconds that the ranks have to hand in their stacks."""

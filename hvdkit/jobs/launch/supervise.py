@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from hvdkit.common.programs import signal_name
+from hvdkit.errors import name_ranks
 from hvdkit.jobs.launch import rank as wire
 from hvdkit.jobs.launch.facts import why_no_rank_starts
 from hvdkit.jobs.launch.model import LaunchPlan
@@ -36,7 +37,6 @@ from hvdkit.jobs.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.jobs.launch.start import start
 from hvdkit.jobs.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
 from hvdkit.steps import secret
-from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.stalls import STALLED_STATUS
 
 SETTLE_S = 2.0

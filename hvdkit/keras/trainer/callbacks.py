@@ -116,7 +116,7 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
     optimizers = meant_by(optimizer, model)
     if world.size > 1 and len(optimizers) > 1:
         mine = trained_variables(optimizers, model.weights)
-        make_slots(optimizers, model.weights, TRANSPORT.gather(mine, "hvdkit.trained")[root])
+        make_slots(optimizers, model.weights, TRANSPORT.allgather(mine, "hvdkit.trained")[root])
     variables += state.optimizer_variables(optimizers, model)
     if world.size > 1:
         if keras.backend.backend() == "tensorflow":

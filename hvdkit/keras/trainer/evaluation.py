@@ -167,7 +167,7 @@ def _in_order(mine: Any, batch_size: int) -> Any:
         )
     sent = np.ascontiguousarray(mine).reshape(len(mine), math.prod(mine.shape[1:])).view(np.uint8)
     batches = [
-        np.split(rows, range(batch_size, len(rows), batch_size)) for rows in TRANSPORT.gather(sent, "hvdkit.predict")
+        np.split(rows, range(batch_size, len(rows), batch_size)) for rows in TRANSPORT.allgather(sent, "hvdkit.predict")
     ]
     dealt = [one for step in range(max(map(len, batches))) for one in (rank[step : step + 1] for rank in batches)]
     rows = np.concatenate([batch for one in dealt for batch in one])

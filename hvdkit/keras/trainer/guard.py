@@ -26,7 +26,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import monitor, state
 from hvdkit.keras import schedule as keras_schedule
@@ -38,7 +38,6 @@ from hvdkit.keras.trainer.requirements import UNKNOWN
 from hvdkit.keras.trainer.writers import on_the_root
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, divergence, passes
-from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.untrained import UntrainedState
 from hvdkit.tf_shared.keras_optimizer import require_keras_3, taking_part
@@ -214,7 +213,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else UNKNOWN
         facts = {"steps per epoch": self.params.get("steps") or unknown, "epochs": self.params["epochs"]}
         mine = np.array([[*facts.values(), self._validation, self._mark, self._shards_validation]], dtype=np.int64)
-        everyone = np.stack(TRANSPORT.gather(mine, "hvdkit.fit"))[:, 0]
+        everyone = np.stack(TRANSPORT.allgather(mine, "hvdkit.fit"))[:, 0]
         for name, values in zip(facts, everyone.T.tolist(), strict=False):
             requirements.require_same(name, values)
         if taking_part(held_by(self.model)) is None:
@@ -354,7 +353,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         seen = state.untrained_state(self.model, self._untrained.suspects)
         # Gathered, not reduced: TensorFlow gives eager allreduces one name, and a timeline would take them for steps.
         mine = np.array([agreement.digest(seen.table())], dtype=np.int64)
-        if len({int(one[0]) for one in TRANSPORT.gather(mine, "hvdkit.untrained_digest")}) == 1:
+        if len({int(one[0]) for one in TRANSPORT.allgather(mine, "hvdkit.untrained_digest")}) == 1:
             self._untrained.suspects.clear()
         else:
             self._untrained.compare(TRANSPORT, seen)
@@ -367,7 +366,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         optimizers = held_by(self.model)
         rates = agreement.digest(np.array(keras_schedule.rates(optimizers)))
         data_epoch = self._data.epoch if self._data is not None else 0
-        everyone = np.stack(TRANSPORT.gather(np.array([[epoch, rates, data_epoch]]), "hvdkit.epoch"))[:, 0]
+        everyone = np.stack(TRANSPORT.allgather(np.array([[epoch, rates, data_epoch]]), "hvdkit.epoch"))[:, 0]
         epochs, all_rates, data_epochs = everyone.T.tolist()
         if len(set(epochs)) > 1:
             parts = [

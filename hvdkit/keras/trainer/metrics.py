@@ -89,7 +89,7 @@ class AverageOfFit(AverageMetrics):
 
     def _on_all_ranks(self, names: list[str]) -> bool:
         table = agreement.digest_table(dict.fromkeys(sorted(names), ()))
-        return agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.metric_names"))
+        return agreement.agree([table], lambda mine: TRANSPORT.allreduce(mine, "hvdkit.metric_names", op="min"))
 
 
 class States:
@@ -131,7 +131,7 @@ class States:
         added = [additive.part(variable, value - first, TRANSPORT).reshape(-1) for variable, value, first in triples]
         reasons = [additive.why_not(metric) for metric in self._metrics]
         flat = [np.array([bool(reason) for reason in reasons], np.float64), *added]
-        total = TRANSPORT.sum(np.concatenate(flat), "hvdkit.metric_states")
+        total = TRANSPORT.allreduce(np.concatenate(flat), "hvdkit.metric_states")
         apart, *parts = np.split(total, np.cumsum([len(one) for one in flat])[:-1])
         averaged = {
             metric: reason or "on another rank it was called out of hvdkit's sight"
@@ -177,7 +177,7 @@ def _means(mine: Mapping[str, Any], whose: Mapping[str, str], weight: float) -> 
     """The means of the ranks' results, weighted by their samples; a collective. Says so where they differ."""
     values = [np.asarray(value, np.float64).reshape(-1) for value in mine.values()]
     ends = np.cumsum([value.size for value in values])[:-1]
-    everyone = np.concatenate(TRANSPORT.gather(np.concatenate([[weight], *values])[None], "hvdkit.metric_results"))
+    everyone = np.concatenate(TRANSPORT.allgather(np.concatenate([[weight], *values])[None], "hvdkit.metric_results"))
     weights, results = everyone[:, 0], everyone[:, 1:]
     if weights.any():
         weights, results = weights[weights > 0], results[weights > 0]

@@ -9,12 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.keras import state
 from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
 from hvdkit.steps import agreement
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.steps.ranks import name_ranks
 from hvdkit.tf_shared.keras_optimizer import is_distributed, move_to_loss_scale, shown
 
 UNKNOWN = -1

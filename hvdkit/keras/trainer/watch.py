@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.errors import AgreementError
+from hvdkit.core.communicator import ALLGATHER, text_of, words_of
+from hvdkit.errors import AgreementError, name_ranks
 from hvdkit.keras.transport.interface import Transport
-from hvdkit.steps.collectives import text_of, words_of
-from hvdkit.steps.ranks import name_ranks
 
 _RUNS, _STOPPED, _LEFT, _DONE = range(4)
 _PERIOD_S = 1.0
@@ -43,6 +42,7 @@ class Watch:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._gather = transport.background(ALLGATHER, "hvdkit.watch")
         self._mine = (_RUNS, -1, -1)
         self._text = self.verdict = ""
         self.followed = False
@@ -128,7 +128,7 @@ class Watch:
             self._transport.end(self.verdict)
 
     def _exchange(self, words: Any) -> np.ndarray[Any, Any]:
-        return self._transport.background_allgather(np.asarray(words, dtype=np.int64), "hvdkit.watch")
+        return self._gather(np.asarray(words, dtype=np.int64)[None])
 
 
 def _are_apart(rows: list[tuple[int, ...]], quiet: int) -> bool:

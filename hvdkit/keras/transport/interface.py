@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.collectives import Collectives, Words
+from hvdkit.core.communicator import ALLREDUCE, Communicator
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared.keras_optimizer import Reduce
 
 Ranks = tuple[int, ...] | None
+AHEAD_S = 0.001
+"""Pause between two looks for what other ranks say ahead of a step."""
 
 
 def plain_path(variable: Any) -> str:
@@ -35,7 +37,7 @@ def common_names(variables: Iterable[Any]) -> list[str]:
     return names
 
 
-class Transport(Collectives):
+class Transport(Communicator):
     """How a process of one Keras backend reaches the other ranks.
 
     Attributes:
@@ -45,7 +47,7 @@ class Transport(Collectives):
     in_step = True
 
     @abstractmethod
-    def start(self) -> Topology:
+    def start_library(self) -> Topology:
         """Start the library and say who this process is; a collective."""
 
     def before_shutdown(self, action: Callable[[], None]) -> None:
@@ -55,23 +57,13 @@ class Transport(Collectives):
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         """A digest of each variable's bits, int64 (len(variables),), made where they are; not collective."""
 
-    @abstractmethod
-    def background_allgather(self, words: Words, name: str) -> Words:
-        """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective.
-
-        Each thread has a name of its own, which ``prepare_background`` was told.
-        """
-
-    def prepare_background(self, name: str) -> None:
-        """Have ``background_allgather`` know this name; a collective of the first thread where names pair no calls."""
-
-    @abstractmethod
     def total(self, name: str) -> Total:
         """A sum over the ranks in a second thread; each use of what is returned is a collective of this name."""
+        return self.background(ALLREDUCE, name, AHEAD_S)
 
     @abstractmethod
     def has_background(self) -> bool:
-        """Whether ``background_allgather`` can be used, the same on all ranks."""
+        """Whether ``background`` can be used, the same on all ranks."""
 
     @abstractmethod
     def end(self, why: str) -> None:

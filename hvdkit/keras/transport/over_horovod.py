@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.core.communicator import OverHorovod
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import passes, starting, step_times, torch_tensors
-from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions, obstacle_of_type
 from hvdkit.steps.launchers import is_elastic
-from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared.keras_optimizer import Reduce
 
@@ -26,8 +24,6 @@ Array = npt.NDArray[Any]
 
 _SENT = ("float16", "float32", "float64")  # what every Horovod adds up
 _reductions = count()
-AHEAD_S = 0.001
-"""Pause between two looks for what other ranks say ahead of a step."""
 
 
 def naming() -> Callable[[], str]:
@@ -41,7 +37,7 @@ def naming() -> Callable[[], str]:
 class HorovodTransport(OverHorovod, Transport):
     """What does not depend on the framework."""
 
-    def start(self) -> Topology:
+    def start_library(self) -> Topology:
         return starting.start(self.hvd, os.environ)
 
     def has_background(self) -> bool:
@@ -85,22 +81,10 @@ class OverTensorflow(HorovodTransport):
     def __init__(self, hvd: Any) -> None:
         import tensorflow as tf
 
+        from hvdkit.tf_shared.tf_ranks import TensorflowRanks
+
         super().__init__(hvd, tf.constant)
-
-    def start(self) -> Topology:
-        from hvdkit.tensorflow import monitor  # noqa: F401  # a second thread may not be the first to import it
-
-        return super().start()
-
-    def background_allgather(self, words: Words, name: str) -> Words:
-        from hvdkit.tensorflow.monitor import background_allgather
-
-        return background_allgather(words, name)
-
-    def total(self, name: str) -> Total:
-        from hvdkit.tf_shared import tf_streams
-
-        return tf_streams.total(self.hvd, name)
+        self.background = TensorflowRanks().background  # type: ignore[method-assign]
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         from hvdkit.tensorflow import agreement
@@ -139,18 +123,6 @@ class OverTorch(HorovodTransport):
         import torch
 
         super().__init__(hvd, torch.from_numpy)
-
-    def total(self, name: str) -> Total:
-        import torch
-
-        def add_up(mine: Array) -> Array:
-            handle = self.hvd.allreduce_async(torch.from_numpy(mine), op=self.hvd.Sum, name=name)
-            while not self.hvd.poll(handle):  # waiting in Horovod would take a core
-                time.sleep(AHEAD_S)
-            received: Array = self.hvd.synchronize(handle).numpy()
-            return received
-
-        return add_up
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         return torch_tensors.digests([variable.value.detach() for variable in variables])

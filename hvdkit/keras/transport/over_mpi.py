@@ -6,19 +6,19 @@ import os
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, BACKGROUND_POLL_S, OverMpi, end_the_job_with_the_process
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
 from hvdkit.steps import agreement, passes, starting, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
-from hvdkit.steps.collectives import OverMpi, Words, background_allgather, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
@@ -32,7 +32,7 @@ class HostBuffers(Transport):
     """JAX: all gradients of one type in one flat buffer on the host, from inside ``jax.jit``."""
 
     @abstractmethod
-    def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
+    def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
         """Combine a buffer that may be overwritten."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class HostBuffers(Transport):
             step_times.ready()
             passes.stepped_behind()
             return [
-                self.allreduce(np.array(buffer), f"{name()}.{number}", options, process_set)
+                self.reduce_buffer(np.array(buffer), f"{name()}.{number}", options, process_set)
                 for number, buffer in enumerate(buffers)
             ]
 
@@ -99,7 +99,7 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
     def host_sends_bfloat16(self, process_set: Any) -> bool:
         return self.sends_bfloat16("cpu", process_set)
 
-    def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
+    def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
         import torch
 
         scaling = self.scaling(options, process_set)
@@ -122,29 +122,34 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
     """mpi4py. Its calls pair up in order, not by name: JAX's own step is awaited before any other of them."""
 
     def __init__(self) -> None:
-        """MPI itself starts with ``start``."""
+        """MPI itself starts with ``start_library``."""
 
-    def start(self) -> Topology:
+    def start_library(self) -> Topology:
         world = starting.start(starting.Mpi4py(_mpi), os.environ)
         if not hasattr(self, "_comm"):
             OverMpi.__init__(self, _mpi().COMM_WORLD, _mpi())
             end_the_job_with_the_process(self._comm)
-            self._apart = {"hvdkit.watch": self._comm.Dup()}
+            self.background(ALLGATHER, "hvdkit.watch")
+            self._within_step = OverMpi(self._comm, self._mpi)  # where JAX's own step cannot be awaited
         return world
 
     def has_background(self) -> bool:
         return self.size() > 1 and bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
 
-    def prepare_background(self, name: str) -> None:
-        self._apart[name] = self._in_order().Dup()
+    def background(
+        self, collective: str, name: str, poll_s: float = BACKGROUND_POLL_S, **options: Any
+    ) -> Callable[[Array], Array]:
+        call = super().background(collective, name, poll_s, **options)
 
-    def background_allgather(self, words: Words, name: str) -> Words:
-        if not self.has_background():
-            raise InvalidArgumentError(
-                "the MPI here may be called by one thread at a time, and a second one would tell the other ranks; use "
-                "an MPI with MPI_THREAD_MULTIPLE, or leave the monitor out."
-            )
-        return background_allgather(self._apart[name], words)
+        def run(array: Array) -> Array:
+            if not self.has_background():
+                raise InvalidArgumentError(
+                    "the MPI here may be called by one thread at a time, and a second one would tell the other ranks; "
+                    "use an MPI with MPI_THREAD_MULTIPLE, or leave the monitor out."
+                )
+            return call(array)
+
+        return run
 
     def total(self, name: str) -> Total:  # noqa: ARG002
         raise InvalidArgumentError(
@@ -180,10 +185,10 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
             )
         return super().reducer(options, process_set)
 
-    def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:  # noqa: ARG002
+    def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:  # noqa: ARG002
         kept = flat.dtype
         flat = flat.astype(np.float32) if kept == np.float16 else flat
         flat /= options.gradient_predivide_factor
-        self._comm.Allreduce(self._mpi.IN_PLACE, flat)
+        self._within_step.run(ALLREDUCE, flat, name)
         flat *= options.gradient_predivide_factor / (self.size() if options.op == "average" else 1)
         return flat.astype(kept)

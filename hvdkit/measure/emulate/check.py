@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.core.communicator import shares
 from hvdkit.errors import InvalidArgumentError
 
 ALLREDUCE, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL = COLLECTIVES = (
@@ -55,12 +56,6 @@ def largest(collective: str, dtype: str, ranks: int, *, check: bool = True) -> i
     return max(1, found)
 
 
-def split(elements: int, parts: int) -> list[int]:
-    """Elements of each part of an array that is divided as evenly as can be: the first parts have one more."""
-    least, more = divmod(elements, parts)
-    return [least + (part < more) for part in range(parts)]
-
-
 class Values:
     """The values of one collective of a plan.
 
@@ -92,9 +87,9 @@ class Values:
             return self.given(ROOT, trial)
         numbers = [self._numbers(other + trial) for other in range(self._ranks)]
         if self._collective == ALL_TO_ALL:
-            shares = split(len(self._mixed), self._ranks)
-            start = sum(shares[:rank])
-            own = self._mixed[start : start + shares[rank]]
+            parts = shares(len(self._mixed), self._ranks)
+            start = sum(parts[:rank])
+            own = self._mixed[start : start + parts[rank]]
             return np.concatenate([self._looked_up(of_sender, own) for of_sender in numbers])
         return self._looked_up(np.sum(numbers, axis=0), self._mixed)
 

@@ -1,6 +1,6 @@
 """What carries the collectives out: Horovod, MPI, this tool's ring over MPI messages, or torch.distributed.
 
-Each engine is a ``Communicator``; its library is imported on the rank that uses it, and nowhere else.
+An engine's library is imported on the rank that uses it, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.core import communicator
+from hvdkit.core.communicator import OverHorovod, OverMpi, shares
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
 from hvdkit.measure.emulate import check, ring
-from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
+from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, storage
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, EmulateAsked
 from hvdkit.steps import bootstrap, device, launchers, starting
@@ -38,6 +40,12 @@ _TORCH = "run \"pip install 'hvdkit[torch]'\""
 _MPI = "run \"pip install 'hvdkit[mpi]'\", with the MPI that starts the ranks loaded"
 _MISSING = {HOROVOD: "run 'hvdkit install' where PyTorch is, or use --engine mpi", MPI: _MPI, RING: _MPI}
 _WAIT_S = 120.0
+_COLLECTIVES = {
+    ALLREDUCE: communicator.ALLREDUCE,
+    REDUCE_SCATTER: communicator.REDUCESCATTER,
+    BROADCAST: communicator.BROADCAST,
+    ALL_TO_ALL: communicator.ALLTOALL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class CollectiveOperation:
     as_array: Callable[[Any], NDArray[Any]] = np.asarray
 
 
-class Communicator:
+class Engine:
     """A connection to all ranks.
 
     Attributes:
@@ -109,7 +117,7 @@ def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
         check.largest(asked.collective, one.dtype, asked.ranks, check=asked.check)
 
 
-def connect(asked: EmulateAsked, folder: Path) -> Communicator:
+def connect(asked: EmulateAsked, folder: Path) -> Engine:
     """Connect this rank to the others; a collective.
 
     Args:
@@ -123,11 +131,11 @@ def connect(asked: EmulateAsked, folder: Path) -> Communicator:
     name = asked.engine
     try:
         if name == HOROVOD:
-            found: Communicator = HorovodCommunicator(asked)
+            found: Engine = HorovodEngine(asked)
         elif name in (MPI, RING):
-            found = MpiCommunicator(asked)
+            found = MpiEngine(asked)
         else:
-            found = TorchCommunicator(asked, folder)
+            found = TorchEngine(asked, folder)
     except MissingFrameworkError:
         raise
     except ImportError as error:
@@ -142,7 +150,13 @@ def connect(asked: EmulateAsked, folder: Path) -> Communicator:
     return found
 
 
-class HorovodCommunicator(Communicator):
+def _options(collective: str, elements: int, size: int) -> dict[str, Any]:
+    """What ``Communicator.start`` is told of a collective besides its name."""
+    options: dict[str, dict[str, Any]] = {BROADCAST: {"root": ROOT}, ALL_TO_ALL: {"counts": shares(elements, size)}}
+    return options.get(collective, {})
+
+
+class HorovodEngine(Engine):
     """Horovod on PyTorch's tensors in main memory, started as a training would.
 
     With fusion all tensors of a step are given before the first is waited for. Each tensor has one name, by which
@@ -151,29 +165,25 @@ class HorovodCommunicator(Communicator):
 
     def __init__(self, asked: EmulateAsked) -> None:
         self.hvd: Any = importlib.import_module("horovod.torch")
-        self.torch: Any = importlib.import_module("torch")
+        self.ranks = OverHorovod(self.hvd, importlib.import_module("torch").from_numpy)
         world = starting.start(self.hvd, os.environ)
         self.rank, self.size, self.overlaps = world.rank, world.size, asked.fusion
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:
-        hvd, name = self.hvd, f"hvdkit.emulate.{index}"
-        given = np.empty(elements, storage(dtype))
-        tensor = self.torch.from_numpy(given)
-        splits = self.torch.tensor(split(elements, self.size), dtype=self.torch.int32)
-        starts = {
-            ALLREDUCE: lambda: hvd.allreduce_async_(tensor, op=hvd.Sum, name=name),
-            REDUCE_SCATTER: lambda: hvd.reducescatter_async(tensor, op=hvd.Sum, name=name),
-            BROADCAST: lambda: hvd.broadcast_async_(tensor, ROOT, name=name),
-            ALL_TO_ALL: lambda: hvd.alltoall_async(tensor, splits, name=name),
-        }
+        name, given = f"hvdkit.emulate.{index}", np.empty(elements, storage(dtype))
+        options = _options(collective, elements, self.size)
 
-        def finish(handle: Any) -> Any:
-            output = hvd.synchronize(handle)
-            if collective == REDUCE_SCATTER:
-                output = hvd.synchronize(hvd.allgather_async(output, name=f"{name}.gather"))
-            return output[0] if isinstance(output, tuple) else output
+        def finish(request: communicator.PendingCollective) -> Any:
+            got = request.wait()
+            return (
+                self.ranks.run(communicator.ALLGATHER, got, f"{name}.gather") if collective == REDUCE_SCATTER else got
+            )
 
-        return CollectiveOperation(lambda values: np.copyto(given, values), starts[collective], finish)
+        return CollectiveOperation(
+            load=lambda values: np.copyto(given, values),
+            start=lambda: self.ranks.start(_COLLECTIVES[collective], given, name, **options),
+            finish=finish,
+        )
 
     def barrier(self) -> None:
         self.hvd.barrier()
@@ -182,14 +192,15 @@ class HorovodCommunicator(Communicator):
         self.hvd.shutdown()
 
 
-class MpiCommunicator(Communicator):
+class MpiEngine(Engine):
     """All ranks of MPI_COMM_WORLD, without MPI's locks: one thread of this process uses it."""
 
     def __init__(self, asked: EmulateAsked) -> None:
         importlib.import_module("mpi4py").rc.thread_level = "single"
         self.library: Any = importlib.import_module("mpi4py.MPI")
         self.comm = self.library.COMM_WORLD
-        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.ranks = OverMpi(self.comm, self.library)
+        self.rank, self.size = self.ranks.rank(), self.ranks.size()
         self.by_ring = asked.engine == RING
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
@@ -216,24 +227,15 @@ class MpiCommunicator(Communicator):
 
             return CollectiveOperation(load, lambda: None, by_ring)
 
-        shares = split(elements, self.size)
-        received = [shares[self.rank]] * self.size
-        own = np.empty(shares[self.rank], given.dtype)
-        got = np.empty(sum(received) if collective == ALL_TO_ALL else elements, given.dtype)
+        calls = [self.ranks.repeated(_COLLECTIVES[collective], given, **_options(collective, elements, self.size))]
+        if collective == REDUCE_SCATTER:
+            parts = shares(elements, self.size)
+            calls.append(self.ranks.repeated(communicator.ALLGATHER, calls[0].got, counts=parts))
 
         def by_library(_: Any) -> NDArray[Any]:
-            if collective == ALLREDUCE:
-                comm.Allreduce(self.library.IN_PLACE, given)
-                return given
-            if collective == BROADCAST:
-                comm.Bcast(given, root=ROOT)
-                return given
-            if collective == REDUCE_SCATTER:
-                comm.Reduce_scatter(given, own, recvcounts=shares)
-                comm.Allgatherv(own, [got, shares])
-            else:
-                comm.Alltoallv([given, shares], [got, received])
-            return got
+            for call in calls:
+                call.run()
+            return calls[-1].got
 
         return CollectiveOperation(load, lambda: None, by_library)
 
@@ -244,7 +246,7 @@ class MpiCommunicator(Communicator):
         self.library.Finalize()
 
 
-class TorchCommunicator(Communicator):
+class TorchEngine(Engine):
     """torch.distributed: Gloo on tensors in main memory, NCCL on GPUs. The ranks meet at a file."""
 
     def __init__(self, asked: EmulateAsked, folder: Path) -> None:
@@ -287,8 +289,8 @@ class TorchCommunicator(Communicator):
             tensor = torch.from_numpy(array.view(np.int16) if bfloat16 else array)
             return (tensor.view(torch.bfloat16) if bfloat16 else tensor).to(self.place)
 
-        shares = split(elements, self.size)
-        received = [shares[self.rank]] * self.size
+        parts = shares(elements, self.size)
+        received = [parts[self.rank]] * self.size
         # a reduce-scatter has equal parts, the last one filled up with 0
         padded = -(-elements // self.size) * self.size if collective == REDUCE_SCATTER else elements
         given = as_tensor(np.zeros(padded, storage(dtype)))
@@ -308,7 +310,7 @@ class TorchCommunicator(Communicator):
                 distributed.reduce_scatter_tensor(own, given)
                 distributed.all_gather_into_tensor(got, own)
             else:
-                distributed.all_to_all_single(got, given, received, shares)
+                distributed.all_to_all_single(got, given, received, parts)
             self._wait()
             return given if collective in (ALLREDUCE, BROADCAST) else got
 

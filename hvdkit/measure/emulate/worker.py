@@ -17,7 +17,7 @@ import numpy as np
 from hvdkit.errors import HvdkitError, InvalidArgumentError
 from hvdkit.measure.emulate import engines, rank_files
 from hvdkit.measure.emulate.check import Values
-from hvdkit.measure.emulate.engines import Communicator
+from hvdkit.measure.emulate.engines import Engine
 from hvdkit.measure.emulate.rank_files import ReplayJob, Writer
 from hvdkit.steps import launchers
 
@@ -57,7 +57,7 @@ def main(folder: Path) -> int:
     return 0
 
 
-def replay(job: ReplayJob, engine: Communicator, keep: Keep) -> None:
+def replay(job: ReplayJob, engine: Engine, keep: Keep) -> None:
     """Do all trials of a job on this rank.
 
     Args:

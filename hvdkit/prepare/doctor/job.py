@@ -24,14 +24,13 @@ import msgspec
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table, console
 from hvdkit.common.units import count_text
-from hvdkit.errors import LauncherError
+from hvdkit.errors import LauncherError, name_ranks
 from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
 from hvdkit.prepare.install.facts import DISTRIBUTIONS
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
 from hvdkit.steps.device import cpu_threads_here, threads_asked
 from hvdkit.steps.mpi_library import loaded_mpi
-from hvdkit.steps.ranks import name_ranks
 
 PACKAGES: tuple[str, ...] = ("hvdkit", *(name for names in DISTRIBUTIONS.values() for name in names), "numpy")
 _CPU = "cpu"
@@ -266,8 +265,13 @@ def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
         hvd: Any = importlib.import_module(f"horovod.{name}")
         if not hvd.is_initialized():
             return replace(own, problem=problem), None
-        gather = partial(hvd.allgather_object, name="hvdkit.doctor")
-        if not any(gather(problem)):  # a rank with one would not come to the allreduce, where the others would wait
+        from hvdkit.core.communicator import OverHorovod  # loads NumPy
+
+        framework: Any = importlib.import_module(name)
+        ranks = OverHorovod(hvd, framework.from_numpy if name == "torch" else framework.constant)
+        gather = partial(ranks.gather_texts, name="hvdkit.doctor")
+        problems = gather(problem or " ")  # no text is empty
+        if not any(map(str.strip, problems)):  # a rank with one would not come to the allreduce, and the others wait
             problem = _reduces(name, hvd, pinned)
         started = replace(
             own,

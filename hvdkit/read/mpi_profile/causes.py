@@ -10,11 +10,11 @@ import numpy as np
 
 from hvdkit.common.allreduce import NUMBER_BYTES, SMALL_BYTES
 from hvdkit.common.units import bytes_text, duration_text, share_text
+from hvdkit.errors import name_ranks
 from hvdkit.observe import lateness
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import PAYLOAD, Profile, RankProfile
-from hvdkit.steps.ranks import name_ranks
 
 _UNEVEN = 0.05
 """Imbalance from which on the ranks are not alike."""

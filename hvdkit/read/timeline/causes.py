@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hvdkit.common.allreduce import CACHE_CAPACITY, CYCLE_S
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.errors import name_ranks
 from hvdkit.observe.lateness import to_blame
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause, many_small
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import Steps, TimelineSummary
-from hvdkit.steps.ranks import name_ranks
 
 _MOST_HIDDEN = 0.1
 """Share of a step below which collectives and cycles are not worth a cause: the backward pass hides most of them."""

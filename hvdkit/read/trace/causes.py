@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hvdkit.common.units import duration_text, share_text
+from hvdkit.errors import name_ranks
 from hvdkit.observe.lateness import doing, lower_median, named, to_blame
 from hvdkit.read.causes import ADVICE, SENTENCES, WORTH_SAYING, Cause
 from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
-from hvdkit.steps.ranks import name_ranks
 
 _MUCH = 0.1
 """Share of a step below which data loading and exchanges of all ranks are as they should be."""

@@ -32,6 +32,11 @@ def is_due(count: Any) -> Any:
     return (count & (count - 1) == 0) | (count % _EVERY == 0)
 
 
+def next_due(count: int) -> int:
+    """The next count of exchanges at which to look."""
+    return min(1 << count.bit_length(), (count // _EVERY + 1) * _EVERY)
+
+
 def raise_if_diverged(whole: Fingerprints, names: Sequence[str], roundings: Sequence[float], exchanges: int) -> None:
     """Compare what the ranks saw, unless a ``CheckAgreement`` was told to warn of differences.
 
@@ -88,25 +93,23 @@ class DivergenceCheck:
     Args:
         untrained: what is known of the model's other state.
     Attributes:
+        exchanges: how often gradients have been exchanged, the same number on every rank; the caller counts.
+        due: the count at which it calls ``ask``.
+        asks: whether to look before the step that is about to be taken, unless a fingerprint is pending.
         pending_fingerprint: see ``raise_if_diverged``, that are not compared yet.
         seen: the other state when it was taken.
     """
 
     def __init__(self, untrained: UntrainedState) -> None:
-        self._exchanges = 0
-        self._asks = False
+        self.exchanges, self.due = 0, 1
+        self.asks = False
         self._untrained = untrained
         self.pending_fingerprint: Fingerprints | None = None
         self.seen: Seen | None = None
 
-    def exchanged(self) -> None:
-        """Gradients have been exchanged: the same number of times on every rank."""
-        self._exchanges += 1
-        self._asks = self._asks or is_due(self._exchanges)
-
-    def wants_fingerprint(self) -> bool:
-        """Whether to look before the step that is about to be taken."""
-        return self._asks and self.pending_fingerprint is None
+    def ask(self) -> None:
+        """It is time to look, before the next step."""
+        self.asks, self.due = True, next_due(self.exchanges)
 
     def compare(self, ranks: Communicator, names: Sequence[str], roundings: Sequence[float], call: str) -> None:
         """Compare the ranks' fingerprints, when some rank has one; a collective, to which one that joined adds zeros.
@@ -118,19 +121,19 @@ class DivergenceCheck:
         Raises:
             AgreementError: on every rank, see ``raise_if_diverged``.
         """
-        seen, asked, self.pending_fingerprint, self._asks = self.pending_fingerprint, self._asks, None, False
+        seen, asked, self.pending_fingerprint, self.asks = self.pending_fingerprint, self.asks, None, False
         looked = seen is not None and len(seen) == len(names)
         mine = seen.ravel() if looked and seen is not None else np.zeros(2 * len(names))
         mark = 0.0 if self.seen is None else self.seen.mark()
         whole = ranks.allreduce(np.concatenate([[mark, mark**2, 1.0, asked, looked], mine, mine**2]), call)
         marks, squares, *counts = whole[:5].tolist()
         if counts[1] < counts[0]:
-            self._exchanges = 0  # on every rank, so that they count alike from now on
-        raise_if_diverged(whole[2:], names, roundings, max(self._exchanges, 1))
+            self.exchanges, self.due = 0, 1  # on every rank, so that they count alike from now on
+        raise_if_diverged(whole[2:], names, roundings, max(self.exchanges, 1))
         if WARNING or set(counts) != {ranks.size()} or self.seen is None:
             return
         if squares / counts[0] == (marks / counts[0]) ** 2:
             self._untrained.suspects.clear()
             return
         self._untrained.compare(ranks, self.seen)
-        self._asks = bool(self._untrained.suspects)
+        self.asks = bool(self._untrained.suspects)

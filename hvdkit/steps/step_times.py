@@ -258,6 +258,8 @@ class RecordedSteps(Generic[_T]):
 
 
 _recorder: Recorder | None = None
+RECORDERS: list[Recorder] = []
+"""The recorder of this process, once there is one; who looks here first need not call ``ready`` where nobody hears."""
 MONITORS: list[Any] = []
 """Those of this process that have not been closed."""
 restored_step = 0
@@ -277,6 +279,7 @@ def recorder() -> Recorder | None:
     if _recorder is None:
         launched = launchers.detect(os.environ)
         _recorder = Recorder(directory, 0 if launched is None else launched.rank)
+        RECORDERS.append(_recorder)
         gc.callbacks.append(_collections(_recorder))
     return _recorder
 

@@ -41,6 +41,7 @@ from hvdkit.torch import beside_tensorflow, data, device, state, torchmetrics
 from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
+from hvdkit.torch.backward import tell_how_many
 from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
 from hvdkit.torch.buckets import FUSION_BYTES, BucketLayout
 from hvdkit.torch.buffers import broadcast_each_step, end_each_step
@@ -247,6 +248,7 @@ def broadcast_state(
     state.require_torch(model, optimizer)
     if buffers not in ("once", "each step"):
         raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
+    tell_how_many(RANKS, hvd.global_process_set)
     with COPIES.found_after(model):
         state.broadcast(model, optimizer, root)
     end_each_step(model)

@@ -1,30 +1,156 @@
-"""What happens at the end of ``backward()``, also of one that runs within another; used by ``exchange``."""
+"""When exchanges of gradients begin and end: with a backward, also one within another, or with a step.
+
+All ranks take part in the exchanges that one of them has reached. Which a backward reaches may follow from the batch:
+an optimizer for each expert. Where a program has more than one, each rank says which it has reached before it waits, in
+a message that travels beside the gradients. That begins when all ranks have told each other, where they meet anyway,
+that they have made as many.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
+import horovod.torch as hvd
+import numpy as np
 import torch
+from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import step_times
-from hvdkit.torch import multi_optimizer, private
+from hvdkit.steps import passes, step_times
+from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.steps.launchers import is_elastic
+from hvdkit.torch import divergence, private
+
+
+class ReachedExchange(Protocol):
+    """An exchange, as what begins and ends it sees it.
+
+    Attributes:
+        number: in the order in which the program has made them.
+        process_set: Horovod's.
+        place: how many of this process set were made before it.
+        exchanging: whether gradients travel, since it has begun.
+    """
+
+    number: int
+    process_set: Any
+    place: int
+    exchanging: bool
+
+    def begin(self) -> None: ...
+    def launch(self) -> None: ...
+    def finish(self) -> None: ...
+    def in_flight(self) -> bool: ...
+    def norm(self) -> torch.Tensor: ...
+    def cancel(self) -> None: ...
+
+
+_HELD: list[weakref.ref[Any]] = []
+_MADE: Counter[int] = Counter()
+_TOLD: dict[int, int] = {}
+"""How many exchanges of a process set, by its id, each of its ranks has made as far as all know."""
+
+
+def exchanges() -> list[Any]:
+    """Those whose parameters are still in use, in the order of their numbers; a WeakSet makes microseconds of it."""
+    return [exchange for held in _HELD if (exchange := held()) is not None]
+
+
+def hold(exchange: ReachedExchange) -> int:
+    """Have an exchange among ``exchanges()``; returns its place."""
+    _HELD[:] = map(weakref.ref, [*exchanges(), exchange])
+    identity = exchange.process_set.process_set_id
+    _MADE[identity] += 1
+    return _MADE[identity] - 1
+
+
+def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
+    """Let the ranks know how many exchanges each has made, a collective; returns the highest of all ranks' numbers.
+
+    Args:
+        ranks: with ``gather``; see ``TorchRanks``.
+    """
+    identity = process_set.process_set_id
+    told = np.stack(ranks.gather(np.array([_MADE[identity], number]), "hvdkit.exchanges"))
+    if (told[:, 0] == told[0, 0]).all():  # one more on some ranks is harmless, and says nothing of the others
+        _TOLD[identity] = int(told[0, 0])
+    return int(told[:, 1].max())
+
+
+def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
+    """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers.
+
+    Raises:
+        AgreementError, InvalidArgumentError: see ``Exchange.finish``.
+    """
+    # All are launched before one is waited for: ranks may have reached them in another order.
+    taken = list(reached)
+    for exchange in taken:
+        exchange.launch()
+    with COUNTS.allreduce(exchange.process_set for exchange in taken if exchange.exchanging):
+        for exchange in reached_elsewhere(taken):
+            exchange.begin()
+            exchange.launch()
+            taken.append(exchange)
+        taken.sort(key=lambda exchange: exchange.number)
+        for exchange in taken:
+            exchange.finish()
+    return taken
+
+
+def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
+    """Those that have begun on another rank, and not here; a collective where all ranks have made more than one."""
+    exchanging = [exchange for exchange in reached if exchange.exchanging]
+    sets = {exchange.process_set.process_set_id: exchange.process_set for exchange in exchanging}
+    words, handles = {}, []
+    for identity, process_set in sorted(sets.items()):
+        told = _TOLD.get(identity, 0)
+        # Ranks that came later (Horovod Elastic) have made others.
+        if told < 2 or is_elastic():
+            continue
+        words[identity] = torch.zeros(told)
+        for exchange in exchanging:
+            if exchange.process_set.process_set_id == identity and exchange.place < told:
+                words[identity][exchange.place] = 1
+        name = f"hvdkit.reached.{identity}"
+        handles.append(hvd.allreduce_async_(words[identity], name=name, op=hvd.Sum, process_set=process_set))
+    for handle in handles:
+        synchronize(handle)
+    begun = {(identity, place) for identity, word in words.items() for place in word.nonzero().flatten().tolist()}
+    others = [exchange for exchange in exchanges() if exchange not in reached] if begun else []
+    return [exchange for exchange in others if (exchange.process_set.process_set_id, exchange.place) in begun]
+
+
+def cancel(reached: list[ReachedExchange]) -> None:
+    """An error ended a backward that reached these.
+
+    Raises:
+        AgreementError: see ``Exchange.cancel``.
+    """
+    if any(exchange.in_flight() for exchange in reached):
+        reached_elsewhere(reached)  # the other ranks wait for what this one says, too
+    for exchange in reached:
+        exchange.cancel()
 
 
 class BackwardTracker:
     """The exchanges that the backward which runs now has reached; they end with it, together."""
 
     def __init__(self) -> None:
-        self._reached: list[multi_optimizer.ReachedExchange] = []
+        self._reached: list[ReachedExchange] = []
         self._thread = 0
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
-    def mark_ready(self, exchange: multi_optimizer.ReachedExchange, parameter: torch.Tensor) -> int:
+    def mark_ready(self, exchange: ReachedExchange, parameter: torch.Tensor) -> int:
         """A graph has reached an exchange; returns the number of the graph, which may be one within another.
 
         Raises:
@@ -33,7 +159,7 @@ class BackwardTracker:
         task = private.current_graph_task()
         if task not in self._tasks:
             if not self._ends:  # the graph that held them is gone: an error ended it
-                multi_optimizer.cancel(self._reached)
+                cancel(self._reached)
                 self._reached, self._tasks = [], set()
             thread = threading.get_ident()  # of a GPU's hooks it is the device's
             if self._reached and thread != self._thread and parameter.device.type == "cpu":
@@ -66,18 +192,21 @@ class BackwardTracker:
             self._exchange()
 
     def _exchange(self) -> None:
-        step_times.ready()
+        heard = step_times.MONITORS or step_times.RECORDERS
+        if heard:
+            step_times.ready()
         with record_function("hvdkit:allreduce_wait") if private.is_profiled() else nullcontext():
-            reached = multi_optimizer.exchange_all(self._reached)
+            reached = exchange_all(self._reached)
         self._reached, self._tasks = [], set()
-        step_times.arrived()
-        if step_times.wants_norm():
+        if heard:
+            step_times.arrived()
+        if heard and step_times.wants_norm():
             norms = [exchange.norm() for exchange in reached]  # of models that may be on several devices
-            step_times.tell_norm(torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms])))
+            step_times.tell_norm(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
 
     def _end_with(self, node: Any, end: _End) -> None:
         """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""
-        after = next(one for one, _ in node.next_functions if one is not None)
+        after = next(following for following, _ in node.next_functions if following is not None)
 
         def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
             hook.remove()
@@ -97,3 +226,45 @@ class _End:
 
 
 TRACKER = BackwardTracker()
+
+
+# What happens before and after each optimizer's step, distributed or not ----------------------------------------------
+
+
+@functools.cache
+def look_at_steps() -> None:
+    """Have every optimizer's steps seen, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@private.eagerly
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
+    found = exchanges()
+    if not any(exchange.steps_as(optimizer) for exchange in found):
+        trained = lambda: [named for exchange in found for named in exchange.training()]  # noqa: E731
+        divergence.UNDISTRIBUTED.look(optimizer, trained)
+    for exchange in found:
+        exchange.take_fingerprint(optimizer)
+    if len(args) > 1 and callable(args[1]):
+        args = (args[0], _averaging(found, optimizer, args[1]), *args[2:])
+    elif callable(kwargs.get("closure")):
+        kwargs = {**kwargs, "closure": _averaging(found, optimizer, kwargs["closure"])}
+    else:
+        for exchange in found:
+            exchange.step_by(optimizer)
+    return args, kwargs
+
+
+def _averaging(found: list[Any], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    return next((exchange.averaging(closure) for exchange in found if exchange.steps_as(optimizer)), closure)
+
+
+@private.eagerly
+def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+    found = exchanges()
+    if any(exchange.steps_as(optimizer) for exchange in found):
+        passes.stepped()
+    for exchange in found:
+        exchange.stepped(optimizer)

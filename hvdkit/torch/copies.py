@@ -30,10 +30,13 @@ class Copies:
     """Warns of tensors that still hold what this rank's model was before it got the root's.
 
     The first backward after ``broadcast_state`` tells: until then a program may give them the root's values, too.
+
+    Attributes:
+        found: of each one the name of the parameter, the tensor, and what it held.
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, weakref.ref[torch.Tensor], SampledValues]] = []
+        self.found: list[tuple[str, weakref.ref[torch.Tensor], SampledValues]] = []
 
     @contextlib.contextmanager
     def found_after(self, model: torch.nn.Module) -> Iterator[None]:
@@ -47,13 +50,11 @@ class Copies:
         kinds = {(shape.numel(), dtype) for shape, dtype, _ in replaced}
         for tensor in tensors_in_reach():
             if (tensor.numel(), tensor.dtype) in kinds and (held := sample_values(tensor)) in replaced:
-                self._found.append((replaced[held], weakref.ref(tensor), held))
+                self.found.append((replaced[held], weakref.ref(tensor), held))
 
     def tell(self) -> None:
-        """A backward has begun."""
-        if not self._found:
-            return
-        found, self._found = self._found, []
+        """A backward has begun, and something was found."""
+        found, self.found = self.found, []
         held = [name for name, weak, was in found if (one := weak()) is not None and sample_values(one) == was]
         if held:
             warnings.warn(

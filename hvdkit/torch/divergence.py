@@ -13,9 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.divergence import is_due
 from hvdkit.torch.buckets import Named, Parameter
-from hvdkit.torch.private import eagerly
 from hvdkit.torch.state import parameters_of
 
 _PART = 1 << 22
@@ -100,17 +98,16 @@ class Undistributed:
     Inner loops may have such an optimizer: it steps some times between two exchanges, and is then another one.
     Gradients that no backward gave its parameters may be copies of averaged ones: master weights of another type, or in
     one flat tensor.
+
+    Attributes:
+        exchanges: how many backwards have reached what a distributed optimizer trains; the caller counts.
     """
 
     def __init__(self) -> None:
-        self._exchanges = 0
+        self.exchanges = 0
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]]
         self._seen = weakref.WeakKeyDictionary()
         self._by_backward: set[int] = set()  # the parameters, by id, that a backward reached
-
-    def exchanged(self) -> None:
-        """A backward has reached what a distributed optimizer trains."""
-        self._exchanges += 1
 
     def look(self, optimizer: torch.optim.Optimizer, averaged: Callable[[], Named]) -> None:
         """An optimizer that was not distributed is about to step; ``averaged``: the parameters of those that were."""
@@ -124,7 +121,7 @@ class Undistributed:
         last, times, alone = self._seen.setdefault(optimizer, (0, 0, 0))
         if times == _MOVES or type(optimizer).__module__.startswith("horovod."):
             return
-        if last == self._exchanges and alone + 1 < _ALONE:
+        if last == self.exchanges and alone + 1 < _ALONE:
             self._seen[optimizer] = last, times, alone + 1
             return
         theirs = averaged()
@@ -132,10 +129,10 @@ class Undistributed:
         mine = [one for one in parameters_of(optimizer) if one.grad is not None and id(one) not in held]
         assigned = [one for one in mine if id(one) not in self._by_backward]
         own = len(mine) - (len(assigned) if _are_copies(assigned, theirs) else 0)
-        if not own or (last == self._exchanges and not (hvd.is_initialized() and hvd.size() > 1)):
+        if not own or (last == self.exchanges and not (hvd.is_initialized() and hvd.size() > 1)):
             return
-        times = _MOVES if last == self._exchanges else times + 1
-        self._seen[optimizer] = self._exchanges, times, 0
+        times = _MOVES if last == self.exchanges else times + 1
+        self._seen[optimizer] = self.exchanges, times, 0
         if times == _MOVES:
             warnings.warn(
                 f"an optimizer ({type(optimizer).__name__}) that distribute has not got steps beside one that it has: "
@@ -168,19 +165,20 @@ UNDISTRIBUTED = Undistributed()
 
 
 class Within:
-    """Refuses parameters that move while backward computes: a hook steps by hand, with this rank's own gradients."""
+    """Refuses parameters that move while backward computes: a hook steps by hand, with this rank's own gradients.
+
+    Attributes:
+        watched: what it looks at in this backward.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._watched: list[weakref.ref[Parameter]] = []
+        self.watched: list[weakref.ref[Parameter]] = []
         self._fingerprints = fingerprints([])
 
-    def begin(self, trained: Callable[[], Named]) -> None:
-        """A backward has reached the parameters that ``trained`` gives."""
-        self._count += 1
-        self._watched = [weakref.ref(one) for _, one in trained()] if is_due(self._count) and can_look() else []
-        if self._watched:
-            self._fingerprints = self._look()
+    def begin(self, trained: Named) -> None:
+        """A backward has reached these parameters."""
+        self.watched = [weakref.ref(parameter) for _, parameter in trained] if can_look() else []
+        self._fingerprints = self._look()
 
     def end(self) -> None:
         """It has ended.
@@ -188,45 +186,32 @@ class Within:
         Raises:
             InvalidArgumentError: they are not what they were.
         """
-        if self._watched and not np.array_equal(self._look(), self._fingerprints, equal_nan=True):
+        now = self._look()
+        self.watched = []
+        if not np.array_equal(now, self._fingerprints, equal_nan=True):
             raise InvalidArgumentError(
                 "parameters moved within backward(), where gradients are this rank's own and the mean is not there "
                 "yet: a hook changes them; step after backward()."
             )
-        self._watched = []
 
     def _look(self) -> npt.NDArray[np.float64]:
-        return fingerprints(one for weak in self._watched if (one := weak()) is not None)
+        return fingerprints(parameter for weak in self.watched if (parameter := weak()) is not None)
 
 
 class ByHand:
-    """Warns where parameters move between gradients of ``torch.autograd.grad``, which nobody averages.
+    """Warns where parameters move between gradients of ``torch.autograd.grad``, which nobody averages."""
 
-    Args:
-        counts: a method, whether the ranks are several; not held, or a parameter would hold whose it is forever.
-    """
-
-    def __init__(self, counts: Callable[[], bool]) -> None:
-        self._counts = weakref.WeakMethod(counts)
-        self._looks, self._asked, self._moved = _LOOKS, 0, 0
+    def __init__(self) -> None:
+        self._looks, self._moved = _LOOKS, 0
         self._fingerprints: npt.NDArray[np.float64] | None = None
 
-    def exchanged(self) -> None:
-        """A backward, or a step without one, averages gradients."""
-        self._asked, self._moved, self._fingerprints = 0, 0, None
+    def begin(self) -> None:
+        """The first gradient after gradients were averaged."""
+        self._moved, self._fingerprints = 0, None
 
-    def follow(self, parameter: Parameter) -> Any:
-        """The handle of a hook that sees each gradient of a parameter, of a backward or not."""
-        held = weakref.ref(parameter)
-        return parameter.register_hook(lambda _: self._ask(held()))  # type: ignore[no-untyped-call]
-
-    @eagerly
-    def _ask(self, parameter: Parameter | None) -> None:
-        self._asked += 1
-        if self._asked < 2 or not self._looks:
-            return  # the first is the one of a backward
-        counts = self._counts()
-        if parameter is None or counts is None or not (counts() and can_look()):
+    def look(self, parameter: Parameter | None) -> None:
+        """Another gradient of a parameter, of no backward that averages it."""
+        if parameter is None or not self._looks or not can_look():
             return
         self._looks -= 1
         now = fingerprints([parameter])
@@ -238,5 +223,5 @@ class ByHand:
                 "the parameters move between gradients of torch.autograd.grad, which hvdkit does not average: only "
                 "backward() and step() do. Assign these gradients to .grad and call step(), or average them by "
                 "hvd.allreduce.",
-                stacklevel=5,
+                stacklevel=6,
             )

@@ -20,15 +20,23 @@ from hvdkit.core import layout as core_layout
 from hvdkit.core.control import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
-from hvdkit.steps.divergence import DivergenceCheck
+from hvdkit.steps.divergence import DivergenceCheck, next_due
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch import divergence, private
-from hvdkit.torch.backward import TRACKER
-from hvdkit.torch.buckets import AnyBucket, BucketLayout, Members, Named, Parameter, in_buckets, obstacle_to, total_norm
+from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
+from hvdkit.torch.buckets import (
+    AnyBucket,
+    BucketLayout,
+    Members,
+    Named,
+    Parameter,
+    Reducer,
+    in_buckets,
+    obstacle_to,
+    total_norm,
+)
 from hvdkit.torch.buffers import look, untrained_of
 from hvdkit.torch.copies import COPIES
-from hvdkit.torch.multi_optimizer import exchange_all, exchanges, hold, tell_how_many
-from hvdkit.torch.reducer import Reducer
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 _NUMBERS = itertools.count()
@@ -105,8 +113,8 @@ class Exchange:
         self._averaged = False
         self._untrained = untrained_of(model)
         self._divergence = DivergenceCheck(self._untrained)
-        self._by_hand = divergence.ByHand(self._among_others)
-        self._within = divergence.Within()
+        self._by_hand, self._asked = divergence.ByHand(), 0
+        self._within, self._backwards, self._next_look = divergence.Within(), 0, 1
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in exchanges()))
@@ -167,7 +175,9 @@ class Exchange:
         parameter.requires_grad_(True)  # hooks can be put only on what trains, and stay when it no longer does
         hooks = [parameter.register_post_accumulate_grad_hook(self._hook_of(None))]  # type: ignore[no-untyped-call]
         if not self._members:
-            hooks.append(self._by_hand.follow(parameter))
+            held = weakref.ref(parameter)
+            asked = private.eagerly(lambda _: self._see_gradient(held()))
+            hooks.append(parameter.register_hook(asked))  # type: ignore[no-untyped-call]
         if self._options.op == "sum":
 
             def times_ranks(gradient: torch.Tensor) -> torch.Tensor:
@@ -177,6 +187,14 @@ class Exchange:
             hooks.append(parameter.register_hook(times_ranks))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trains)
         return hooks
+
+    def _see_gradient(self, parameter: Parameter | None) -> None:
+        """Every gradient of one parameter, also of ``torch.autograd.grad``; the first is that of a backward."""
+        self._asked += 1
+        if self._asked == 1:
+            self._by_hand.begin()
+        elif self._among_others():
+            self._by_hand.look(parameter)
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
@@ -200,11 +218,16 @@ class Exchange:
     def begin(self, late: bool = False) -> None:
         """The first gradient of a backward is there; ``late``: none was, and a step is about to be taken."""
         self.active = self._among_others()
-        self._by_hand.exchanged()
+        self._asked = 0
         if self.active and not late:
-            divergence.UNDISTRIBUTED.exchanged()
-            COPIES.tell()
-            self._within.begin(lambda: divergence.own(self.training(), self.optimizer()))
+            divergence.UNDISTRIBUTED.exchanges += 1
+            if COPIES.found:
+                COPIES.tell()
+            self._within.watched = []  # an error may have ended the last one
+            self._backwards += 1
+            if self._backwards >= self._next_look:
+                self._next_look = next_due(self._backwards)
+                self._within.begin(divergence.own(self.training(), self.optimizer()))
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
@@ -284,7 +307,8 @@ class Exchange:
                 backward; on every rank.
             InvalidArgumentError: the parameters moved while backward computed.
         """
-        self._within.end()
+        if self._within.watched:
+            self._within.end()
         if not self.exchanging:
             return
         flags = self._wait_all()
@@ -298,7 +322,9 @@ class Exchange:
             for bucket in self._buckets():
                 bucket.launch(self._reducer, self._flags._replace(changed=0))
             flags = self._wait_all()
-        self._divergence.exchanged()
+        self._divergence.exchanges += 1
+        if self._divergence.exchanges >= self._divergence.due:
+            self._divergence.ask()
         if said_by_some(flags.late, self.process_set.size()):
             raise AgreementError(
                 "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
@@ -442,11 +468,12 @@ class Exchange:
 
     def take_fingerprint(self, optimizer: Any) -> None:
         """Look at the parameters before a step of its own, when it is time to."""
-        agreed = self._agreed
-        if agreed and self._divergence.wants_fingerprint() and self.steps_as(optimizer) and divergence.can_look():
+        agreed, check = self._agreed, self._divergence
+        wants = agreed is not None and check.asks and check.pending_fingerprint is None
+        if agreed and wants and self.steps_as(optimizer) and divergence.can_look():
             named = divergence.own(agreed.members.living(), self.optimizer())
-            self._divergence.pending_fingerprint = divergence.fingerprints(one for _, one in named)
-            self._divergence.seen = look(self._model())
+            check.pending_fingerprint = divergence.fingerprints(parameter for _, parameter in named)
+            check.seen = look(self._model())
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""

@@ -11,7 +11,7 @@ import torch
 from hvdkit.observe import monitor, step_marks
 from hvdkit.steps import torch_tensors
 from hvdkit.steps.topology import Topology
-from hvdkit.torch.multi_optimizer import exchanges
+from hvdkit.torch.backward import exchanges
 from hvdkit.torch.state import RANKS
 
 

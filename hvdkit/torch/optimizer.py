@@ -4,27 +4,24 @@ A hook on every parameter puts its fresh gradient into a bucket, which travels w
 callback at the end of backward sends the rest and waits, so that whatever reads gradients after it (clipping, a
 GradScaler, a closure, the step) sees the mean. The optimizer stays the user's own object.
 
-Read on in ``exchange``, then ``buckets``, ``reducer`` and ``backward``; steps are seen at the end of this file.
+Read on in ``exchange``, then ``buckets`` and ``backward``, which sees steps, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import horovod.torch as hvd
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.torch import divergence
+from hvdkit.torch.backward import exchanges, look_at_steps
 from hvdkit.torch.buckets import BucketLayout, Named
 from hvdkit.torch.exchange import Exchange, named_of
-from hvdkit.torch.multi_optimizer import exchanges
 from hvdkit.torch.private import eagerly
 from hvdkit.torch.state import DISTRIBUTED, parameters_of, sample_of
 
@@ -110,47 +107,6 @@ def forget_agreements() -> None:
     """Horovod has started anew with other ranks, or some have joined: agree and count anew."""
     for one in exchanges():
         one.forget_agreement()
-
-
-# What happens before and after each optimizer's step, distributed or not ----------------------------------------------
-
-
-@functools.cache
-def look_at_steps() -> None:
-    """Have every optimizer's steps seen, from now on."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
-@eagerly
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-    found = exchanges()
-    if not any(one.steps_as(optimizer) for one in found):
-        divergence.UNDISTRIBUTED.look(optimizer, lambda: [named for one in found for named in one.training()])
-    for one in found:
-        one.take_fingerprint(optimizer)
-    if len(args) > 1 and callable(args[1]):
-        args = (args[0], _averaging(found, optimizer, args[1]), *args[2:])
-    elif callable(kwargs.get("closure")):
-        kwargs = {**kwargs, "closure": _averaging(found, optimizer, kwargs["closure"])}
-    else:
-        for one in found:
-            one.step_by(optimizer)
-    return args, kwargs
-
-
-def _averaging(found: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    return next((one.averaging(closure) for one in found if one.steps_as(optimizer)), closure)
-
-
-@eagerly
-def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
-    found = exchanges()
-    if any(one.steps_as(optimizer) for one in found):
-        passes.stepped()
-    for one in found:
-        one.stepped(optimizer)
 
 
 def count_steps(optimizer: Any) -> None:

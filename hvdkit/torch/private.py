@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,19 +23,15 @@ overlaps_itself: Callable[[torch.Tensor], int] = torch._debug_has_internal_overl
 """Not 0 where elements share memory (``expand``), into which nothing may be written; no public name asks for it."""
 
 
-def at_the_end_of_backward(call: Callable[[], None]) -> None:
-    """Have autograd call it when the graph that it computes now is done; a hook on the last gradient is too early."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+at_the_end_of_backward: Callable[[Callable[[], None]], None]
+at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""Has autograd call something when the graph that it computes now is done. What is public, a hook, is called before."""
 
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of the outer graph while one within it ends, as activation checkpointing has it; None elsewhere."""
 
-def current_node() -> Any:
-    """The node of the outer graph while one within it ends, as activation checkpointing does; None elsewhere."""
-    return torch._C._current_autograd_node()
-
-
-def is_profiled() -> bool:
-    """Whether somebody profiles: ``record_function`` costs microseconds also where nobody does."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether somebody profiles: ``record_function`` costs microseconds also where nobody does."""
 
 
 def eagerly(function: _Function) -> _Function:
@@ -68,14 +64,16 @@ def hooks_before(parameter: torch.Tensor) -> Any:
     return parameter._backward_hooks
 
 
-def most_owners(tensors: Iterable[torch.Tensor]) -> int:
-    """The most references from Python to one of these; 0 without any. Nothing public says who keeps a gradient."""
-    return max(map(sys.getrefcount, tensors), default=0)
+python_owners: Callable[[Any], int] = sys.getrefcount
+"""References from Python to a tensor. Nothing public says who keeps a gradient, which must not become the next one."""
+
+storage_owners: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors share a memory, by its ``storage_of``: a detached gradient does."""
 
 
-def memory_owners(tensor: torch.Tensor) -> int:
-    """How many tensors share its memory: a detached gradient does."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def storage_of(tensor: torch.Tensor) -> int:
+    """A tensor's memory for ``storage_owners``, as long as the tensor lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 _tensor_owners: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)  # from PyTorch 2.5
@@ -83,8 +81,8 @@ _tensor_owners: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_coun
 
 def owners(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     """How many hold each gradient in Python and as a tensor, and its memory; beside them it is the program's own."""
-    in_python = map(sys.getrefcount, gradients)
-    return list(zip(in_python, map(_tensor_owners, gradients), map(memory_owners, gradients), strict=True))
+    in_memory = map(storage_owners, map(storage_of, gradients))
+    return list(zip(map(python_owners, gradients), map(_tensor_owners, gradients), in_memory, strict=True))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 from hvdkit.core.communicator import OverHorovod, on_root
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
-from hvdkit.torch import multi_optimizer, seeds
+from hvdkit.torch import seeds
 from hvdkit.torch.nested import Outline, Placing, flattened, inner_of, is_wrapper, rebuilt, remade
 
 
@@ -146,7 +146,6 @@ def broadcast(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = 
     if not 0 <= root < hvd.size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
     require_same_training(model, optimizer)
-    multi_optimizer.tell_how_many(RANKS, hvd.global_process_set)
     send(model, optimizer, root)
     seeds.move_to_own_stream()
 

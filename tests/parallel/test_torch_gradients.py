@@ -1219,7 +1219,7 @@ def test_buckets_hold_what_the_first_backward_of_rank_0_gave_one_after_the_other
     """Not what was registered so; other ranks run the layers in an order of their own."""
     import torch
 
-    from hvdkit.torch.reducer import Reducer
+    from hvdkit.torch.buckets import Reducer
 
     def train(distribute, ranks, sees):
         torch.manual_seed(0)

@@ -205,12 +205,10 @@ class ByHand:
         self._looks, self._moved = _LOOKS, 0
         self._fingerprints: npt.NDArray[np.float64] | None = None
 
-    def begin(self) -> None:
-        """The first gradient after gradients were averaged."""
-        self._moved, self._fingerprints = 0, None
-
-    def look(self, parameter: Parameter | None) -> None:
-        """Another gradient of a parameter, of no backward that averages it."""
+    def look(self, parameter: Parameter | None, *, first: bool) -> None:
+        """A gradient that no backward averages; ``first``: since gradients were averaged."""
+        if first:
+            self._moved, self._fingerprints = 0, None
         if parameter is None or not self._looks or not can_look():
             return
         self._looks -= 1

@@ -191,10 +191,8 @@ class Exchange:
     def _see_gradient(self, parameter: Parameter | None) -> None:
         """Every gradient of one parameter, also of ``torch.autograd.grad``; the first is that of a backward."""
         self._asked += 1
-        if self._asked == 1:
-            self._by_hand.begin()
-        elif self._among_others():
-            self._by_hand.look(parameter)
+        if self._asked > 1 and self._among_others():
+            self._by_hand.look(parameter, first=self._asked == 2)
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
@@ -325,7 +323,7 @@ class Exchange:
         self._divergence.exchanges += 1
         if self._divergence.exchanges >= self._divergence.due:
             self._divergence.ask()
-        if said_by_some(flags.late, self.process_set.size()):
+        if flags.late and said_by_some(flags.late, self.process_set.size()):
             raise AgreementError(
                 "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
                 "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."

@@ -113,10 +113,5 @@ def count_steps(optimizer: Any) -> None:
     """Count the steps of an optimizer that may never be distributed, for ``passes``."""
     passes.expect_steps()
     if hasattr(optimizer, "_optimizer_step_post_hooks") and not hasattr(optimizer, _COUNTED):
-        optimizer.register_step_post_hook(_count)
+        optimizer.register_step_post_hook(eagerly(passes.stepped))
         setattr(optimizer, _COUNTED, True)
-
-
-@eagerly
-def _count(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
-    passes.stepped()

@@ -215,7 +215,7 @@ def test_a_bucket_leaves_before_backward_has_ended_and_nothing_is_sent_twice(hk,
     x = np.ones((8, 600), "float32")
     model.fit(x, x, batch_size=4, verbose=0)
 
-    from hvdkit.torch.reducer import Reducer
+    from hvdkit.torch.buckets import Reducer
 
     first, sent = layers[0].kernel.value, []
 

@@ -18,10 +18,10 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Transport, common_names
 from hvdkit.steps import passes, step_times
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.torch.backward import exchange_all, exchanges
 from hvdkit.torch.buckets import BucketLayout, total_norm
 from hvdkit.torch.divergence import is_other
 from hvdkit.torch.exchange import Exchange
-from hvdkit.torch.multi_optimizer import exchange_all, exchanges
 
 
 class TrainedVariables(torch.nn.Module):

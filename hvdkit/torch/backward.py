@@ -79,7 +79,7 @@ def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
         ranks: with ``gather``; see ``TorchRanks``.
     """
     identity = process_set.process_set_id
-    told = np.stack(ranks.gather(np.array([_MADE[identity], number]), "hvdkit.exchanges"))
+    told = np.stack(ranks.allgather(np.array([_MADE[identity], number]), "hvdkit.exchanges"))
     if (told[:, 0] == told[0, 0]).all():  # one more on some ranks is harmless, and says nothing of the others
         _TOLD[identity] = int(told[0, 0])
     return int(told[:, 1].max())

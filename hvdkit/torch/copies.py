@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections import deque
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
+
+from hvdkit.torch import private
 
 _LOOKED_AT = 16
 _LONGEST = 1000
@@ -71,11 +72,7 @@ def tensors_in_reach() -> Iterator[torch.Tensor]:
     Neither long containers are looked through, which are data, nor more than ``_MOST`` objects: the heap of a program
     may hold millions. An average of the weights that has had no update counts as not there: it will take the model's.
     """
-    frame, near = sys._getframe(1), deque[Any]()
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OWN):
-            near += [*frame.f_locals.values(), *frame.f_globals.values()]
-        frame = frame.f_back  # type: ignore[assignment]
+    near = deque[Any](private.variables_of_callers(but=_OWN))
     seen, left = set[int](), _MOST
     while near and left:
         value = near.popleft()

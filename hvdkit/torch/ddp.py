@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import os
 import socket
 import time
@@ -21,6 +20,7 @@ from hvdkit.errors import InvalidArgumentError, LauncherError
 from hvdkit.steps import bootstrap, launchers, meeting, starting
 from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
+from hvdkit.torch import private
 
 _stores: list[Any] = []  # rank 0's serves the others as long as the process lives
 _groups: list[Any] = []  # kept: freed by its last owner, a model in DDP, one can wait for a thread that needs the GIL
@@ -71,7 +71,7 @@ def _end_workers(limit: float = 30.0) -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
+    private.free_cycles()
     end, rested = time.monotonic() + limit, 0
     while rested < 2 and time.monotonic() < end:
         time.sleep(0.005)  # without the GIL: a worker that waits for it goes on

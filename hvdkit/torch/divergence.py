@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.torch.buckets import Named, Parameter
+from hvdkit.torch import private
+from hvdkit.torch.buckets import Named, Parameter, total_norm
 from hvdkit.torch.state import parameters_of
 
 _PART = 1 << 22
@@ -24,6 +25,8 @@ _ALIKE = 0.7
 """Cosine above which gradients were copied from others; clipping by value turns them a little."""
 _PADDED = 1.05
 """How many numbers flat memory may have for each of the gradients in it."""
+_AT_LIMIT = 2e-5
+"""How near a clipped norm is to its limit: ``clip_grad_norm_`` adds 1e-6 to it."""
 _ALONE = 100
 """Steps of an optimizer after which it is no inner loop, though nothing has been averaged in between."""
 
@@ -63,33 +66,50 @@ def is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) 
     return now is not None and (now is not gradient or now._version != version)
 
 
-def warn_of_clipped(gradients: list[torch.Tensor]) -> None:
-    """Of gradients that no backward has averaged, all changed in place: clipping does that, and assigning does not."""
-    if gradients and all(one._version for one in gradients):
-        warnings.warn(
-            "step() averages gradients that came from no backward(). If they were clipped before, that was by this "
-            "rank's own norm: give .grad the mean over ranks by hvd.allreduce, and clip then.",
-            stacklevel=5,
-        )
+class Clipped:
+    """Warns of gradients that came from no backward and that a program clips, by this rank's own norm.
+
+    Clipping changes them in place, as ``copy_`` and ``add_`` do, and leaves their norm or their largest number at the
+    limit, a round number and the same one in the next step.
+    """
+
+    def __init__(self) -> None:
+        self._looks, self._limit = _LOOKS, math.nan
+
+    def look(self, gradients: list[torch.Tensor]) -> None:
+        """Of all parameters, before they are averaged."""
+        if not self._looks or not gradients or not all(gradient._version for gradient in gradients) or not can_look():
+            return
+        self._looks -= 1
+        dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+        largest = max(float(gradient.abs().max()) for gradient in dense if gradient.numel())
+        limit = next(filter(_is_round, (float(total_norm(dense)), largest)), math.nan)
+        if math.isclose(limit, self._limit, rel_tol=_AT_LIMIT):
+            self._looks = 0
+            warnings.warn(
+                f"step() averages gradients that came from no backward(), and they look clipped to {limit:.2g}: each "
+                "rank clips by its own norm. Give .grad the mean over ranks by hvd.allreduce, and clip then.",
+                stacklevel=5,
+            )
+        self._limit = limit
+
+
+def _is_round(number: float) -> bool:
+    """Whether somebody chose it: it has two digits, such as 0.5, 40 or 0.25."""
+    return 0 < number < math.inf and math.isclose(number, float(f"{number:.1e}"), rel_tol=_AT_LIMIT)
 
 
 def warn_of_clipping_hooks(named: Named) -> None:
     """Of hooks that clip a parameter's gradient before it is averaged; by their names, and by those that they use."""
     for name, one in named:
-        for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks):
-            if any(map(_clips, (hooks or {}).values())):
+        for hooks in (private.hooks_before(one), private.gradient_hooks(one)):
+            if any(map(private.names_clipping, (hooks or {}).values())):
                 warnings.warn(
                     f"a hook on {name} clips this rank's own gradient, and the mean of what is clipped is not what one "
                     "process clips. Clip after backward(): torch.nn.utils.clip_grad_value_(model.parameters(), limit).",
                     stacklevel=11,
                 )
                 return
-
-
-def _clips(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)  # of a functools.partial
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return any(part in name for name in (getattr(function, "__name__", ""), *names) for part in ("clip", "clamp"))
 
 
 class Undistributed:

@@ -114,6 +114,7 @@ class Exchange:
         self._untrained = untrained_of(model)
         self._divergence = DivergenceCheck(self._untrained)
         self._by_hand, self._asked = divergence.ByHand(), 0
+        self._clipped = divergence.Clipped()
         self._within, self._backwards, self._next_look = divergence.Within(), 0, 1
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
@@ -446,7 +447,7 @@ class Exchange:
             )
         if self._members and not self._averaged:
             if not self._local and self._among_others():
-                divergence.warn_of_clipped([one.grad for _, one in self.training() if one.grad is not None])
+                self._clipped.look([one.grad for _, one in self.training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
             exchange_all([self])

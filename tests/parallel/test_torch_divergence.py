@@ -215,22 +215,34 @@ def test_a_rank_that_has_joined_is_not_counted(hk, world):
     hk.check_agreement(model, optimizer, world)
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("how", ["assigned", "copied", "added up", "halved", "clipped by norm", "clipped by value"])
 @on_ranks("torch", n=2)
-def test_clipping_gradients_that_no_backward_made_is_a_warning(hk, world, clips):
+def test_clipping_gradients_that_no_backward_made_is_one_warning(hk, world, how):
     """The step averages them, so that only what came before it is this rank's own."""
     import torch
 
     model, optimizer = begin(hk)
     parameters = list(model.parameters())
-    with pytest.warns(UserWarning, match="came from no backward") if clips else nullcontext():
-        for one, gradient in zip(
-            parameters, torch.autograd.grad(loss_of(model, *batch(world, 0)), parameters), strict=True
-        ):
-            one.grad = gradient
-        if clips:
-            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-        optimizer.step()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            gradients = torch.autograd.grad(loss_of(model, *batch(world, step)), parameters)
+            for one, gradient in zip(parameters, gradients, strict=True):
+                one.grad = gradient if how in ("assigned", "clipped by norm") else torch.zeros_like(one)
+                if one.grad is not gradient:
+                    one.grad.copy_(gradient)
+                if how == "added up":
+                    one.grad.add_(gradient)
+                if how == "halved":
+                    one.grad.mul_(0.5)
+            if how == "clipped by norm":
+                torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            if how == "clipped by value":
+                torch.nn.utils.clip_grad_value_(parameters, 0.05)
+            optimizer.step()
+    said = [str(one.message) for one in found if "came from no backward" in str(one.message)]
+    assert len(said) == how.startswith("clipped")
+    assert all(("look clipped to 0.1" if "norm" in how else "look clipped to 0.05") in one for one in said)
     hk.check_agreement(model, optimizer, world)
 
 
@@ -546,9 +558,10 @@ def test_warnings_name_the_programs_own_line(hk, world):
             beside(x[:, :1]).sum().backward()
             optimizer.step()
             plain.step()
-        for one in model.parameters():
-            one.grad = torch.ones_like(one).mul_(0.1)
-        optimizer.step()
+        for _ in range(2):
+            for one in model.parameters():
+                one.grad = torch.ones_like(one).mul_(0.1)
+            optimizer.step()
         for _ in range(5):
             gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
             with torch.no_grad():

@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from hvdkit.core.communicator import OverHorovod
+from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
@@ -160,15 +162,20 @@ def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: R
     Raises:
         InvalidArgumentError: a distributed tape has reduced them already, one was clipped, or cannot be reduced.
     """
-    if reduction.process_set.included() and reduction.process_set.size() > 1:
-        refuse_clipped(gradients, also=", or distribute the tape and clip what its gradient() returns,")
-        if reduction.options.op == "average":
-            marks.warn_of_gradients(gradients, reduction.process_set.size())
-    if any(getattr(gradient, _DONE, False) for gradient in gradients):
-        raise InvalidArgumentError(
-            "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not both."
-        )
-    return reduce_gradients(gradients, variables, ["optimizer"] * len(gradients), reduction)
+    failure = None
+    try:
+        if reduction.process_set.included() and reduction.process_set.size() > 1:
+            refuse_clipped(gradients, also=", or distribute the tape and clip what its gradient() returns,")
+            if reduction.options.op == "average":
+                marks.warn_of_gradients(gradients, reduction.process_set.size())
+        if any(getattr(gradient, _DONE, False) for gradient in gradients):
+            raise InvalidArgumentError(
+                "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not "
+                "both."
+            )
+    except InvalidArgumentError as error:
+        failure = error
+    return reduce_gradients(gradients, variables, ["optimizer"] * len(gradients), reduction, failure)
 
 
 def look_and_reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[Any]:
@@ -179,12 +186,17 @@ def look_and_reduce_once(gradients: Sequence[Any], variables: Sequence[Any], red
 
 
 def reduce_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], names: Sequence[str], reduction: Reduction
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    names: Sequence[str],
+    reduction: Reduction,
+    failure: InvalidArgumentError | None = None,
 ) -> list[Any]:
     """The ranks' gradients combined; None stays None where no rank has a gradient.
 
-    Eagerly the group is the same whatever is None here: zeros go in its place. A graph is traced once for all steps,
-    so what is None in it is left out, as it must be on every rank.
+    Eagerly the group is the same whatever is None here: zeros go in its place, and a control word
+    (``hvdkit.core.control``) says so, and whether this rank failed. A graph is traced once for all steps, so what is
+    None in it is left out, as it must be on every rank.
 
     Args:
         gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None each; of the same variables on every rank, in the same
@@ -192,8 +204,10 @@ def reduce_gradients(
         variables: what each is the gradient of; read where that is None.
         names: one for each; with the order they make the name under which the ranks find each other, so that ranks
             that trace or run other things in between cannot mix up gradients.
+        failure: why this rank's gradients are not to be reduced.
     Raises:
-        InvalidArgumentError: a gradient that cannot be reduced.
+        InvalidArgumentError: ``failure``, or a gradient that cannot be reduced.
+        AgreementError: (eagerly) that is so on another rank.
     """
     eager, fills = tf.executing_eagerly(), _fills(reduction)
     if not eager and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -208,28 +222,57 @@ def reduce_gradients(
     taken = [names[position] for position in taking]
     readable = re.sub(r"[^A-Za-z0-9.]+", ".", taken[0].split(" ")[0])
     group = f"hvdkit.gradients.{readable}.{agreement.digest(np.array(taken)) & 0xFFFFFFFF:08x}"
-    tensors = [
-        _zeros(variables[position], f"{group}.{number}")
-        if gradients[position] is None
-        else _reducible(gradients[position], names[position], reduction)
-        for number, position in enumerate(taking)
-    ]
+    tensors = []
+    for number, position in enumerate(taking):
+        try:
+            if gradients[position] is None:
+                tensors.append(_zeros(variables[position], f"{group}.{number}"))
+            elif failure is None:
+                tensors.append(_reducible(gradients[position], names[position], reduction))
+        except InvalidArgumentError as error:
+            failure = error
+    if failure is not None:
+        if not fills or any(variables[position] is None for position in taking):
+            raise failure
+        tensors = [_nothing_of(gradients[position], variables[position], reduction) for position in taking]
     say_ready(tensors, taken)
-    has = [gradients[position] is not None for position in taking]
-    if eager:
-        # An argument even where it is all ones: TensorFlow would exchange a constant in the first call only.
-        asked = None if not fills else tf.ones(len(has)) if all(has) else tf.cast(has, tf.float32)
-        with COUNTS.allreduce([reduction.process_set]):
-            received, counts = _function(group, reduction)(tensors, asked)
-    else:
-        with counted_in_graph(reduction.process_set) as ended:
-            received, counts = _reduce(tensors, group, reduction, None)
-            ended(received)
-    found = has if all(has) else (counts.numpy() > 0).tolist()  # only who lacks one waits for the numbers
+    absent = [number for number, position in enumerate(taking) if gradients[position] is None]
     results = list(gradients)
-    for position, one, reduced in zip(taking, found, received, strict=True):
-        results[position] = reduced if one else None
+    if not eager:
+        with counted_in_graph(reduction.process_set) as ended:
+            received, _ = _reduce(tensors, group, reduction, None)
+            ended(received)
+    else:
+        # An argument even where it is as ever: TensorFlow would exchange a constant in the first call only.
+        word = tf.constant(_control_word(len(taking), absent, failure)) if fills else None
+        with COUNTS.allreduce([reduction.process_set]):
+            received, heard = _function(group, reduction)(tensors, word)
+        if word is not None and (numbers := heard.numpy())[0] > 0:
+            if read_flags(numbers).failed:
+                OverHorovod(hvd, tf.constant, reduction.process_set).raise_together(failure)
+            received = [one if is_held(numbers, number) else None for number, one in enumerate(received)]
+    for position, reduced in zip(taking, received, strict=True):
+        results[position] = reduced
     return results
+
+
+def _control_word(gradients: int, absent: Sequence[int], failure: Exception | None) -> Any:
+    """What this rank says beside its gradients, float32 (n,)."""
+    control = ControlWord(gradients)
+    if absent or failure is not None:
+        word = control.usual.copy()
+        control.write(word, NO_FLAGS if failure is None else Flags(failed=1.0), absent)
+        return word
+    return control.usual
+
+
+def _nothing_of(gradient: Any, variable: Any, reduction: Reduction) -> Any:
+    """What a rank that fails sends in the place of a gradient, so that the others do not wait for it."""
+    variable = native(variable)
+    if isinstance(gradient, tf.IndexedSlices) and not reduction.sparse_as_dense:
+        rows = tf.zeros([0, *variable.shape[1:]], variable.dtype)
+        return tf.IndexedSlices(rows, tf.zeros([0], gradient.indices.dtype), tf.shape(variable))
+    return tf.zeros_like(variable)
 
 
 @lru_cache(maxsize=1)
@@ -323,40 +366,39 @@ def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:
 def _function(name: str, reduction: Reduction) -> Callable[[list[Any], Any], tuple[list[Any], Any]]:
     """``_reduce`` as a ``tf.function``, the same one in every step."""
     function: Callable[[list[Any], Any], tuple[list[Any], Any]] = tf.function(
-        lambda tensors, has: _reduce(tensors, name, reduction, has), autograph=False, reduce_retracing=True
+        lambda tensors, word: _reduce(tensors, name, reduction, word), autograph=False, reduce_retracing=True
     )
     return function
 
 
-def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, has: Any) -> tuple[list[Any], Any]:
-    """What the ranks' tensors become, and ``has``.
+def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, word: Any) -> tuple[list[Any], Any]:
+    """What the ranks' tensors become, and the word.
 
     Args:
-        has: 1 or 0 for each tensor, whether it is a gradient of this rank, float (n,); it goes with the first group,
-            and is above 0 in what comes back where any rank has one. None: nobody asks.
+        word: this rank's control word, which goes with the first group; None: nobody asks.
     """
-    results, counts = list(tensors), None
+    results, heard = list(tensors), None
     dense: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
             results[position] = _reduce_slices(tensor, f"{name}.{position}", reduction)
         else:
             dense.setdefault(_sent_as(tensor.dtype, reduction), []).append(position)
-    if has is not None and not dense:
-        dense[has.dtype] = []
+    if word is not None and not dense:
+        dense[word.dtype] = []
     for sent_as, positions in dense.items():  # one operation takes one type
         parts = np.array_split(positions, max(1, min(reduction.groups, len(positions))))
         for number, part in enumerate(parts):
             sent = [tf.cast(tensors[position], sent_as) for position in part]
-            if has is not None and counts is None:
-                sent.append(tf.cast(has, sent_as))
+            if word is not None and heard is None:
+                sent.append(tf.cast(word, sent_as))
             received = _allreduce(sent, f"{name}.{sent_as.name}.{number}", reduction)
             if len(received) > len(part):
-                counts = received.pop()
+                heard = received.pop()
             for position, tensor in zip(part, received, strict=True):
                 results[position] = tf.cast(tensor, tensors[position].dtype)
     _end_with_this_turn(results)
-    return results, counts
+    return results, heard
 
 
 def _sent_as(dtype: Any, reduction: Reduction) -> Any:

@@ -216,3 +216,38 @@ def test_a_mean_over_targets_is_that_of_one_process(hk, world, everyone, alone, 
     found = masked(hk, world, compiled)
     assert everyone(found) == [found] * world.size
     np.testing.assert_allclose(found, alone(masked, compiled=compiled), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("how", ["clipped", "an integer", "twice"])
+@on_ranks("tensorflow", n=(2, 3))
+def test_a_gradient_that_one_rank_cannot_average_is_an_error_on_all_and_the_next_step_is_right(hk, world, how, sparse):
+    """Eagerly; in ``tf.function`` no rank says anything in a step."""
+    import keras
+    import tensorflow as tf
+
+    weights = [keras.Variable(np.ones((3, 2), np.float32)), keras.Variable(np.ones(4, np.float32))]
+    optimizer = hk.distribute(keras.optimizers.SGD(1.0))
+
+    def gradients(of_rank: float) -> list[Any]:
+        dense = tf.fill([3, 2], of_rank)
+        first = tf.IndexedSlices(dense, tf.constant([0, 1, 2]), tf.constant([3, 2])) if sparse else dense
+        return [first, tf.fill([4], of_rank)]
+
+    given = gradients(float(world.rank))
+    if world.rank == 1:
+        if how == "clipped":
+            given[1] = tf.clip_by_norm(given[1], 0.1)
+        elif how == "an integer":
+            given[1] = tf.fill([4], 1)
+        else:
+            given[1]._hvdkit_reduced = True
+    said = message(lambda: optimizer.apply(given, weights))
+    if world.rank == 1:
+        wanted = {"clipped": "was clipped", "an integer": "must be floating point", "twice": "has averaged these"}
+        assert said.startswith("InvalidArgumentError") and wanted[how] in said
+    else:
+        assert said.startswith("AgreementError: rank 1 failed, and the others stop with it: ")
+    optimizer.apply(gradients(float(world.rank)), weights)
+    mean = (world.size - 1) / 2
+    assert all(np.allclose(one.numpy(), 1 - mean) for one in weights)

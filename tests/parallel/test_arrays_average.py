@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from pages import blocks, run
 from ranks import COMPILE_FAST, on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -214,3 +215,14 @@ def test_alone_gradients_stay_as_they_are(hk, world):
     transformation = hk.average(world)
     given = {"w": jax().numpy.arange(3.0)}
     assert transformation.update(given, transformation.init(given))[0]["w"] is given["w"]
+
+
+def of_the_page(hk, world):
+    (program,) = blocks("arrays.md")["In a chain of optax"]
+    return np.asarray(run(program, {"__name__": "__main__"})["weights"])
+
+
+@on_ranks("arrays", n=2, mpi=True)
+def test_the_program_of_the_page_trains_alike_on_all_ranks(hk, world, everyone):
+    found = everyone(of_the_page(hk, world))
+    assert np.array_equal(found[0], found[1]) and 1.5 < np.abs(found[0]).max() < 7

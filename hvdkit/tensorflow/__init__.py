@@ -35,7 +35,7 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit.tensorflow import data, device, divergence, marks, state
+from hvdkit.tensorflow import data, device, divergence, private, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -185,7 +185,7 @@ def distribute(
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.tf_shared import keras_optimizer  # loads Keras, which a tape does not need
 
-        marks.mark()
+        private.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members)

@@ -7,6 +7,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdkit.tensorflow import private
 from hvdkit.tensorflow.state import keras_layers, require_eager
 
 
@@ -16,9 +17,9 @@ def local_statistics(model: Any) -> list[Any]:
     for outer in keras_layers(model):
         import keras  # is loaded where there is a layer
 
-        for layer in outer._flatten_layers():
+        for layer in private.flat_layers(outer):
             if isinstance(layer, keras.layers.BatchNormalization):
-                found.update((id(one), one) for one in layer._non_trainable_variables)  # without a frozen gamma
+                found.update((id(one), one) for one in private.statistics_of(layer))  # without a frozen gamma
     return list(found.values())
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import dataset_ops
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.passes import Pass
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
-from hvdkit.tensorflow import rows
+from hvdkit.tensorflow import private, rows
 from hvdkit.tf_shared.tf_samples import CountedIterator, untuned
 
 
@@ -55,7 +54,7 @@ class Epochs(InEpochs):
         return (*parts, weights) if isinstance(parts, tuple) else (parts, weights)
 
 
-class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
+class ShardedDataset(InEpochs, private.DatasetOver):
     """This rank's part of every global batch; a new order in each epoch. Made by ``hvdkit.tensorflow.shard``.
 
     A ``tf.data.Dataset``: it can be iterated eagerly and inside ``tf.function``, given to ``model.fit`` and mapped.
@@ -85,8 +84,7 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
     def _set_length(self) -> None:
         """Be a data set of as many batches as an epoch has."""
         whole = tf.data.experimental.assert_cardinality(len(self.share))
-        pipeline = self._batches.apply(whole).with_options(self._settings)
-        super().__init__(pipeline, pipeline._variant_tensor)
+        super().__init__(self._batches.apply(whole).with_options(self._settings))
 
     def __len__(self) -> int:
         return len(self.share)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvdkit.steps import agreement, divergence
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.launchers import is_elastic
+from hvdkit.tensorflow import private
 from hvdkit.tensorflow.variables import canonical_name, native
 
 _FIRST = 8
@@ -183,9 +184,7 @@ def _is_due(exchange: Any) -> Any:
 
 def _among_equals(call: str) -> str:
     """Models of the same layers in one function may compare at once, and Horovod tells them apart by name alone."""
-    graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
-        graph = graph.outer_graph
+    graph = private.outermost_graph()
     graph._hvdkit_calls = [*getattr(graph, "_hvdkit_calls", []), call]
     return f"{call}.{graph._hvdkit_calls.count(call)}"
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.tensorflow import private
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -50,7 +51,7 @@ def weighted_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     each = _without_reduction(loss) if is_mean else loss
 
     def weighted(target: Any, output: Any, weights: Any = None) -> Any:
-        if is_mean and any(hasattr(part, "_keras_mask") for part in tf.nest.flatten(output)):
+        if is_mean and private.has_mask(output):
             raise InvalidArgumentError(
                 f"the output has a mask (of Masking, or of Embedding with mask_zero): {name} then divides by what the "
                 "mask leaves of the batch, not by its samples; make it with reduction=None to divide by the samples."

@@ -15,7 +15,6 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from hvdkit.core.communicator import OverHorovod
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
@@ -24,7 +23,7 @@ from hvdkit.steps import agreement, passes, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.gradients import BFLOAT16_RANKS, GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.steps.numbers import whole
-from hvdkit.tensorflow import marks
+from hvdkit.tensorflow import private
 from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
 from hvdkit.tensorflow.variables import canonical_name, native
 
@@ -102,7 +101,7 @@ class DistributedTape:
             AgreementError: (eagerly; in ``tf.function`` an error of TensorFlow's) the ranks' variables differ.
         """
         if self._reduction.options.op == "average" and output_gradients is None:
-            marks.warn_of_target(target, self._reduction.process_set.size())
+            private.warn_of_target(target, self._reduction.process_set.size())
         flat = tf.nest.flatten(sources)
         _require_variables(flat)
         # TensorFlow makes zeros for an unconnected tf.Variable, but not for a Keras 3 variable.
@@ -167,7 +166,7 @@ def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: R
         if reduction.process_set.included() and reduction.process_set.size() > 1:
             refuse_clipped(gradients, also=", or distribute the tape and clip what its gradient() returns,")
             if reduction.options.op == "average":
-                marks.warn_of_gradients(gradients, reduction.process_set.size())
+                private.warn_of_gradients(gradients, reduction.process_set.size())
         if any(getattr(gradient, _DONE, False) for gradient in gradients):
             raise InvalidArgumentError(
                 "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not "
@@ -210,7 +209,7 @@ def reduce_gradients(
         AgreementError: (eagerly) that is so on another rank.
     """
     eager, fills = tf.executing_eagerly(), _fills(reduction)
-    if not eager and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if not eager and private.is_compiled_by_xla():
         raise InvalidArgumentError(
             "gradients are averaged in a function with jit_compile=True, and Horovod has no XLA operations; leave it "
             "out there; a function of the forward pass alone may keep it."
@@ -442,10 +441,7 @@ def _end_with_this_turn(reduced: Sequence[Any]) -> None:
     Turns run beside one another where none depends on the one before (accumulation), but each operation with a side
     effect ends before the next turn begins, and what it waits for.
     """
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None and not getattr(graph, "name", "").startswith("while_body"):
-        graph = getattr(graph, "outer_graph", None)
-    if graph is not None:
+    if private.is_in_loop():
         with tf.control_dependencies(tf.nest.flatten(reduced, expand_composites=True)):
             tf.timestamp()
 

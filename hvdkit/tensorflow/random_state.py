@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.python.eager import context
-from tensorflow.python.ops import stateful_random_ops
 
 from hvdkit.errors import CheckpointError
 from hvdkit.steps import random_state
-from hvdkit.tensorflow import seeds
+from hvdkit.tensorflow import private, seeds
 
 States = npt.NDArray[np.int64]
 _WORDS = 626  # of a Mersenne Twister as ``random.Random`` states it: version, 624 words, position
@@ -34,8 +31,8 @@ def capture(layers: Sequence[Any]) -> States:
     parts = [
         np.pad(contents, (0, -len(contents) % 8)).view(np.int64),
         _eager_seeds(),
-        _padded(stateful_random_ops.global_generator),  # asked itself, TensorFlow would make one
-        _padded(_keras_generator()),
+        _padded(private.global_generator()),
+        _padded(private.keras_generator()),
         *(np.asarray(state).astype(np.int64) for state in layers),
     ]
     return np.concatenate(parts)
@@ -58,18 +55,14 @@ def restore(states: States, layers: Sequence[Any]) -> None:
     if tensorflows[0]:
         tf.random.get_global_generator().state.assign(tensorflows[1:])
     if kerases[0]:
-        from keras.src.random import seed_generator
-
-        seed_generator.global_seed_generator().state.assign(kerases[1:3])
+        private.keras_generator(make=True).state.assign(kerases[1:3])
     for state, numbers in zip(layers, own, strict=True):
         state.assign(numbers)
     # Last, since whoever made a generator above has drawn its seed from these.
     version, *words = eager.tolist()
     try:
         if version:
-            if not hasattr(context.context(), "_rng"):
-                tf.random.set_seed(0)
-            context.context()._rng.setstate((version, tuple(words), None))
+            private.set_eager_seeds((version, tuple(words), None))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"the saved state of TensorFlow's seeds cannot be read: {error}") from error
     random_state.restore(python.view(np.uint8)[: random_state.BYTES])
@@ -77,25 +70,12 @@ def restore(states: States, layers: Sequence[Any]) -> None:
 
 
 def _eager_seeds() -> States:
-    """What gives the eager ``tf.random`` operations their seeds: a ``random.Random`` in TensorFlow's context.
-
-    TensorFlow has none, here zeros, until a seed is set.
-    """
-    context.ensure_initialized()
-    if not hasattr(context.context(), "_rng"):
+    """What gives the eager ``tf.random`` operations their seeds; zeros until a seed is set."""
+    state = private.eager_seeds()
+    if state is None:
         return np.zeros(_WORDS, dtype=np.int64)
-    version, words, _ = context.context()._rng.getstate()
+    version, words, _ = state
     return np.array([version, *words], dtype=np.int64)
-
-
-def _keras_generator() -> Any:
-    """What ``keras.random`` draws from without a seed, where there is one."""
-    if "keras" not in sys.modules:
-        return None
-    from keras.src.backend.common import global_state
-    from keras.src.random import seed_generator
-
-    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
 def _padded(generator: Any) -> States:

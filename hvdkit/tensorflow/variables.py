@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.tensorflow import private
+
 
 def canonical_name(variable: Any) -> str:
     """The path of a variable without automatic numbers: equal on ranks that have built other layers before."""
@@ -31,7 +33,7 @@ def beside_keras(model: Any) -> list[tf.Variable]:
     known = {id(getattr(weight, "value", None)) for weight in model.weights} | {id(weight) for weight in model.weights}
     found: dict[int, tf.Variable] = {}
     seen: set[int] = set()
-    for layer in model._flatten_layers():
+    for layer in private.flat_layers(model):
         for name, value in sorted(vars(layer).items()):
             if not name.startswith("_self_"):  # what TensorFlow itself keeps there
                 found.update((id(one), one) for one in _held(value, seen))

@@ -89,6 +89,8 @@ KERAS = {
 """On two ranks of Keras."""
 
 ARRAYS = Place("arrays.md", "Any framework of arrays: hvdkit.arrays")
+OPTAX = Place("arrays.md", "In a chain of optax")
+"""Run by test_arrays_average.py."""
 RECORDED = [
     Place("timeline.md", "Record some steps"),
     Place("timeline.md", "Merge"),
@@ -106,7 +108,7 @@ TARGETS = Place("agreement.md", "Tokens, pixels (TensorFlow)")
 
 PROGRAM = Place("launch.md", "From Python")
 """A whole program."""
-RUN = [*TORCH, *KERAS, ARRAYS, *RECORDED, *READ, TARGETS, PROGRAM]
+RUN = [*TORCH, *KERAS, ARRAYS, OPTAX, *RECORDED, *READ, TARGETS, PROGRAM]
 
 
 def names_of(block: Block, shelf: Any) -> dict[str, Any]:

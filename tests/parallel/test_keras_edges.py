@@ -588,7 +588,7 @@ def test_a_step_of_one_loss_for_each_sample_is_one_warning(hk, world, op, mean, 
     import keras
     import tensorflow as tf
 
-    from hvdkit.tensorflow import marks
+    from hvdkit.tensorflow import private
 
     class Siamese(keras.Sequential):
         def train_step(self, data: Any) -> Any:
@@ -602,7 +602,7 @@ def test_a_step_of_one_loss_for_each_sample_is_one_warning(hk, world, op, mean, 
     keras.utils.set_random_seed(0)
     model = Siamese([keras.Input((FEATURES,)), keras.layers.Dense(3)])
     model.compile(hk.distribute(keras.optimizers.SGD(0.01), op=op))
-    marks.WARNED.clear()
+    private.WARNED.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model.fit(hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4), epochs=2, verbose=0)

@@ -134,7 +134,7 @@ def test_a_loss_for_each_sample_is_one_warning(hk, world, what, graph):
     import keras
     import tensorflow as tf
 
-    from hvdkit.tensorflow import marks
+    from hvdkit.tensorflow import private
 
     weight = keras.Variable(np.ones((3, 1)), dtype="float32")
     optimizer = keras.optimizers.SGD(0.1)
@@ -150,7 +150,7 @@ def test_a_loss_for_each_sample_is_one_warning(hk, world, what, graph):
     step = tf.function(step) if graph else step
     counts = []
     for mean, weights in ((True, None), (False, tf.fill([4], 0.25)), (False, None), (False, None)):
-        marks.WARNED.clear() if not counts else None
+        private.WARNED.clear() if not counts else None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             step(tf.ones((4, 3)), mean, weights)

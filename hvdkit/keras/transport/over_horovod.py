@@ -94,10 +94,10 @@ class OverTensorflow(HorovodTransport):
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import tensorflow as tf
 
-        from hvdkit.tensorflow import marks, optimizer
+        from hvdkit.tensorflow import optimizer, private
 
         among = self.hvd.global_process_set if process_set is None else process_set
-        marks.mark()
+        private.mark()
         optimizer.expect_steps()
         reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.keras import private, state
 from hvdkit.keras import seeds as keras_seeds
-from hvdkit.keras import state
 from hvdkit.keras.data import require_sharded, trained_on
 from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
@@ -45,7 +45,7 @@ def check_agreement(
     variables = state.model_variables(model)
     if not statistics:
         # What is never trained; a frozen layer's weights are not among it.
-        local = {id(one) for layer in model._flatten_layers() for one in layer._non_trainable_variables}
+        local = {id(one) for layer in private.layers_of(model) for one in private.untrained_of(layer)}
         variables = [variable for variable in variables if id(variable) not in local]
     seeds = keras_seeds.CURRENT.facts()
     fixes = {**dict.fromkeys(loaders, agreement.ITERATE_ALIKE), **dict.fromkeys(seeds, agreement.SEED_ALIKE)}

@@ -13,7 +13,7 @@ import numpy as np
 from hvdkit import __version__
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.keras import random_state, seeds, state
+from hvdkit.keras import private, seeds, state
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
 from hvdkit.keras.optimizer import held_by, meant_by
@@ -85,7 +85,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     def _random_states(self, model: Any) -> Any:
         state.model_variables(model)
-        return self._ranks().allgather(random_state.capture(model), "hvdkit.random_states")
+        return self._ranks().allgather(seeds.capture(model), "hvdkit.random_states")
 
     def _write_random(self, directory: Path, states: Any) -> None:
         np.savez(directory / "random.npz", *states)  # their lengths may differ
@@ -103,7 +103,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:
         if saved.metadata.get("backend") == keras.backend.backend():
-            random_state.restore(model, own)
+            seeds.restore(model, own)
 
 
 class Checkpoint(Callback):
@@ -172,10 +172,10 @@ class Checkpoint(Callback):
             data.load_state(position)
             # Too few samples may be left of an epoch for a step of more ranks.
             self.initial_epoch += data.position.epoch - position["epoch"]
-        self.model._initial_epoch = self.initial_epoch or None  # Keras' door for callbacks that resume
+        private.set_first_epoch(self.model, self.initial_epoch or None)
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        self.model._initial_epoch = None
+        private.set_first_epoch(self.model, None)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         data = self._data()

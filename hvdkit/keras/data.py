@@ -96,6 +96,8 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         share: which samples are this rank's.
     """
 
+    hvdkit_batches = True
+
     def __init__(self, arrays: tuple[Any, ...], share: Shard) -> None:
         super().__init__(workers=1, use_multiprocessing=False)  # passes are told apart by reads that come in order
         self._begin(share)
@@ -278,6 +280,8 @@ class Evaluation(keras.utils.PyDataset):  # type: ignore[misc]
     Attributes:
         samples: of this rank. Without any it has a batch of another rank's all the same, by which the metrics are made.
     """
+
+    hvdkit_batches, in_fit = True, False
 
     def __init__(self, data: ShardedData, plan: list[Batch]) -> None:
         super().__init__(workers=1, use_multiprocessing=False)

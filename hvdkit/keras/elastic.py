@@ -15,8 +15,7 @@ from hvdkit.keras import state as keras_state
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
 from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
-from hvdkit.keras.transport import TRANSPORT
-from hvdkit.keras.transport.over_horovod import HorovodTransport
+from hvdkit.keras.transport import TRANSPORT, HorovodTransport
 from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology

@@ -12,11 +12,10 @@ import keras
 
 from hvdkit.core.communicator import ALLGATHER
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.keras import private
 from hvdkit.keras.data import trained_on
-from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
-from hvdkit.keras.transport import TRANSPORT
-from hvdkit.keras.transport.interface import common_names
+from hvdkit.keras.transport import TRANSPORT, common_names
 from hvdkit.observe import monitor
 from hvdkit.steps import step_times, torch_tensors
 from hvdkit.steps.topology import Topology

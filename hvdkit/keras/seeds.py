@@ -1,4 +1,4 @@
-"""Random numbers on every rank: the same while the model is made, each rank's own from then on."""
+"""Random numbers on every rank: the same while the model is made, each rank's own from then on; their states."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from weakref import WeakSet
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
+from hvdkit.errors import CheckpointError
+from hvdkit.keras import private
+from hvdkit.steps import random_state
 from hvdkit.steps.seeds import Current, Seeds, integer, seed_python
 from hvdkit.steps.topology import Topology
 
 _LAYERS, _RESUMED = 2, 3  # branches of a rank's stream: for dropout and the like, and for a resumed run
 CURRENT = Current()
+States = npt.NDArray[np.int64]
 _shared: list[bool] = []  # whether Keras still draws from the stream of all ranks
 _moved: WeakSet[Any] = WeakSet()  # models whose layers draw this rank's own numbers
 
@@ -83,3 +88,51 @@ def generator_states(model: Any) -> list[Any]:
     """The states (seed, numbers drawn) of the random generators in a model's layers, each once."""
     weights = {id(weight) for weight in model.weights}
     return list({id(one): one for one in model.variables if id(one) not in weights}.values())
+
+
+# The states of everything that a training on this rank draws random numbers from, for checkpoints --------------------
+
+
+def capture(model: Any) -> States:
+    """Python's, NumPy's, the backend's and Keras' global generators, and those of the model's layers, int64 (length,).
+
+    TensorFlow's operations with a seed of their own (``tf.random.uniform(seed=)``) count inside; that is not readable.
+    """
+    layers = [_numbers(state) for state in generator_states(model)]
+    keras_own = private.keras_generator()
+    parts = [
+        _words(random_state.capture()),
+        np.array(layers, dtype=np.int64).reshape(-1),
+        np.array([] if keras_own is None else _numbers(keras_own.state), dtype=np.int64),
+        _words(private.backend_state()),
+    ]
+    return np.concatenate([np.array([len(part) for part in parts], dtype=np.int64), *parts])
+
+
+def restore(model: Any, states: States) -> None:
+    """Go on from what ``capture`` returned.
+
+    Raises:
+        CheckpointError: it belongs to another model, or to another kind of process.
+    """
+    general, layers, keras_own, backend = np.split(states[4:], np.cumsum(states[:3]))
+    generators = generator_states(model)
+    if len(layers) != 2 * len(generators):
+        raise CheckpointError(
+            f"the checkpoint has {len(layers) // 2} random generators of layers, this model has {len(generators)}; "
+            "restore into the model that was saved."
+        )
+    if len(keras_own):
+        generators.append((private.keras_generator() or private.keras_generator(make=True)).state)
+    for generator, numbers in zip(generators, [*layers.reshape(-1, 2), *keras_own.reshape(-1, 2)], strict=True):
+        generator.assign(numbers.astype(keras.backend.standardize_dtype(generator.dtype)))
+    private.set_backend_state(backend.view(np.uint8))
+    random_state.restore(general.view(np.uint8)[: random_state.BYTES])
+
+
+def _words(contents: npt.NDArray[np.uint8]) -> States:
+    return np.pad(contents, (0, -len(contents) % 8)).view(np.int64)
+
+
+def _numbers(state: Any) -> list[int]:
+    return [int(number) for number in np.asarray(keras.ops.convert_to_numpy(state))]

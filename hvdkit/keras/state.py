@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.keras.transport import TRANSPORT
-from hvdkit.keras.transport.interface import plain_path
+from hvdkit.keras import private
+from hvdkit.keras.transport import TRANSPORT, plain_path
 from hvdkit.steps import agreement, metrics, untrained
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
@@ -78,13 +78,7 @@ def model_variables(model: Any) -> list[Any]:
 
 def is_built(model: Any) -> bool:
     """Whether a model has its weights. One without ``call`` is never built itself: there the layers say it."""
-    return bool(model.built or (model.weights and not unbuilt_layers(model)))
-
-
-def unbuilt_layers(model: Any) -> list[Any]:
-    """The layers that have yet to make their weights; the model is one of them where it has a ``call``."""
-    has_call = type(model).call is not keras.Model.call
-    return [layer for layer in model._flatten_layers(include_self=has_call) if not layer.built]
+    return bool(model.built or (model.weights and not private.unbuilt_layers(model)))
 
 
 def optimizer_variables(optimizers: Mapping[str, Any], model: Any) -> list[Any]:
@@ -127,12 +121,12 @@ def average_statistics(variables: Sequence[Any]) -> None:
 
 def untrained_state(model: Any, suspects: Collection[str]) -> untrained.Seen:
     """What no gradient trains and every rank is to hold alike: not statistics, and not vectors of spectral norms."""
-    layers = model._flatten_layers()
-    kept = {id(one): one for layer in layers for one in layer._non_trainable_variables}
+    layers = private.layers_of(model)
+    kept = {id(one): one for layer in layers for one in private.untrained_of(layer)}
     own = {
         id(one)
         for layer in layers
-        for one in layer._non_trainable_variables
+        for one in private.untrained_of(layer)
         if isinstance(layer, (keras.layers.BatchNormalization, keras.layers.SpectralNormalization))
         or one.name.startswith(("moving_", "running_"))
     }

@@ -195,6 +195,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _overrides(distribution: DistributeOptions) -> dict[str, Any]:
+    """The members by which the class of a distributed optimizer differs from the user's own."""
     base = distribution.base
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

@@ -156,7 +156,7 @@ class Fresh:
         os.environ.clear()
         os.environ.update(self._environment)
         sys.path[:] = self._path
-        if private := sys.modules.get("hvdkit.keras.trainer.private"):
+        if private := sys.modules.get("hvdkit.keras.private"):
             private.undo()  # clearing what it remembers would leave Keras guarded, and guarded twice after init()
         if seeds := sys.modules.get(f"{self._adapter}.seeds"):
             seeds.CURRENT.seeds = None

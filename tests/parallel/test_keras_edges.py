@@ -765,7 +765,7 @@ def test_learning_rate_schedules(hk, world):
 def test_what_is_replaced_in_keras_can_be_undone_and_is_checked_against_its_version(hk):
     import keras
 
-    from hvdkit.keras.trainer import private
+    from hvdkit.keras import private
 
     def kinds() -> list[bool]:
         holders = [(one.holder(), one.name) for one in (private.FIT, private.REST)]

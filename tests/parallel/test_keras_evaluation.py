@@ -178,7 +178,7 @@ def test_each_metric_of_keras_is_that_of_all_samples(hk, world):
     """Unequal parts, of batches as one process has them; and a class of the user's own that is derived from it."""
     import keras
 
-    from hvdkit.keras.trainer import additive
+    from hvdkit.keras.trainer import metrics as additive
 
     draws = np.random.default_rng(0)
     y, p = draws.integers(0, CLASSES, SAMPLES), draws.random((SAMPLES, CLASSES)).astype("float32")
@@ -242,7 +242,7 @@ def test_states_that_do_not_add_up_are_never_added_in_silence(hk, world):
     """Their results are averaged, with one warning on the root where they differ."""
     import keras
 
-    from hvdkit.keras.trainer import additive
+    from hvdkit.keras.trainer import metrics as additive
     from hvdkit.keras.trainer.metrics import _warn_of_mean
 
     for name, (metric, right, reason) in own_metrics(keras).items():

@@ -263,3 +263,49 @@ def train_frozen(hk: Any, world: Any) -> list[float]:
 def test_layers_frozen_between_fits_and_one_that_only_some_ranks_use(hk, world, everyone):
     found = train_frozen(hk, world)
     assert everyone(found) == [found] * world.size
+
+
+@on_ranks("keras-torch")
+def test_a_rank_that_skips_a_step_of_a_loop_without_fit_is_told(hk, world):
+    """As one does whose own loss is not finite."""
+    import torch
+
+    model = make_model(of_two_halves, hk)
+    model.optimizer.build(model.trainable_variables)
+
+    def train() -> None:
+        for step in range(8):
+            x = X[6 * step :: 7][:4] + world.rank
+            found = of_two_halves(model, tensors(x, Y[:4]))
+            if (step, world.rank) != (3, 1):
+                with torch.no_grad():
+                    model.optimizer.apply(found, model.trainable_weights)
+
+    told = message(train)
+    assert told.startswith("AgreementError: some ranks have taken a step that 1 of 2 ranks left out"), told
+
+
+@on_ranks("keras-torch", fresh=True)
+@pytest.mark.parametrize("how", ["attribute", "layer", "late"])
+def test_a_model_in_a_ddp_is_refused(hk, world, tmp_path, how):
+    """As Keras may make one where torch.distributed is initialised."""
+    import keras
+    import torch
+
+    meeting = f"file://{tmp_path}/meeting-{world.rank}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(FEATURES, 3))
+    first = keras.layers.TorchModuleWrapper(ddp) if how == "layer" else keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(FEATURES), first, keras.layers.Dense(3)])
+    model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
+    hk.broadcast_state(model, model.optimizer)
+
+    def wrap(*_: Any, **__: Any) -> None:
+        object.__setattr__(model, "wrapped", ddp)
+
+    if how == "attribute":
+        wrap()
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=wrap if how == "late" else None)]
+    told = message(lambda: model.fit(hk.shard((X, Y), world, 6), verbose=0, callbacks=callbacks))
+    assert "is in a DistributedDataParallel, which averages its gradients" in told, told
+    torch.distributed.destroy_process_group()

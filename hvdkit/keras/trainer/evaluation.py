@@ -11,10 +11,9 @@ import keras
 import numpy as np
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.keras import state
+from hvdkit.keras import private, state
 from hvdkit.keras.data import SHARDED, Evaluation, ShardedData, as_arrays
-from hvdkit.keras.trainer import additive
-from hvdkit.keras.trainer.metrics import States
+from hvdkit.keras.trainer.metrics import States, note
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import metrics
 from hvdkit.steps.numbers import whole
@@ -55,7 +54,7 @@ def evaluating(plain: Callable[..., Any]) -> Callable[..., Any]:
         call.apply_defaults()
         model, data = call.arguments["self"], call.arguments["x"]
         if state.world().size > 1:
-            additive.note(model)
+            note(model)
         if not isinstance(data, (*SHARDED, Evaluation)) or "_use_cached_eval_dataset" in kwargs:
             return plain(*args, **kwargs)
         call.arguments["x"], samples = part_of(data, call.arguments["steps"])
@@ -65,7 +64,7 @@ def evaluating(plain: Callable[..., Any]) -> Callable[..., Any]:
         results = plain(*call.args, **call.kwargs)
         if state.world().size > 1:
             results = _of_all_ranks(model, results, samples)
-        return results if as_dict else model._flatten_metrics_in_order(results)
+        return results if as_dict else private.in_order(model, results)
 
     return evaluate
 

@@ -2,7 +2,7 @@
 
 Horovod cannot know that an optimizer was not distributed, and Keras has no hook that every ``fit`` passes. So ``init``
 replaces ``keras.Model.fit`` by one that averages the logs of each epoch before any callback of the user's sees them
-(metrics.py), lets callbacks that write do so on the root (writers.py), and adds a callback that checks
+(metrics.py), lets callbacks that write do so on the root (callbacks.py), and adds a callback that checks
 
 - before training: the optimizer is distributed; epochs, and steps per epoch, are equal on all ranks;
 - before and after the first step, and after the last: weights and optimizer state are bit-identical on all ranks;
@@ -28,14 +28,14 @@ import numpy as np
 
 from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.keras import agreement as keras_agreement
-from hvdkit.keras import monitor, state
+from hvdkit.keras import monitor, private, state
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras.data import SHARDED, Evaluation, reader_of, set_trained_on
 from hvdkit.keras.optimizer import held_by
-from hvdkit.keras.trainer import additive, evaluation, private, requirements, sample_weight_check, watch
+from hvdkit.keras.trainer import evaluation, metrics, requirements, watch
+from hvdkit.keras.trainer.callbacks import on_the_root
 from hvdkit.keras.trainer.metrics import AverageOfFit, States
 from hvdkit.keras.trainer.requirements import UNKNOWN
-from hvdkit.keras.trainer.writers import on_the_root
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, divergence, passes
 from hvdkit.steps.streams import StreamInEpochs
@@ -56,18 +56,17 @@ def install() -> None:
     private.replace(private.TRAIN_ON_BATCH, _refusing_undistributed)
     private.replace(private.EVALUATE, evaluation.evaluating)
     private.replace(private.PREDICT, evaluation.predicting)
-    private.replace(private.APPLY, sample_weight_check.warning_of_undistributed)
+    private.replace(private.APPLY, requirements.warning_of_undistributed)
     private.replace(private.REST, private.go_on_in_mid_epoch)
     if keras.backend.backend() == "tensorflow":
         private.replace(private.BUILD, private.build_by_first_batch)
+        private.replace(private.TF_DATASET, private.by_tf_data)
+    else:
+        private.replace(private.STANDARDIZE, private.as_packed)
     if keras.backend.backend() == "torch":
-        private.replace(private.MAKE_STEP, private.telling_steps)
+        private.replace(private.MAKE_STEP, functools.partial(private.telling_steps, TRANSPORT.tell_step))
     if keras.backend.backend() == "jax":
-        from hvdkit.keras.transport import jax_clips
-
-        jax_clips.mark()  # here: a model makes optax's transformations before its optimizer is distributed
-    private.replace(private.STANDARDIZE, private.as_packed)
-    private.replace(private.TF_DATASET, private.by_tf_data)
+        private.mark_clipped()  # here: a model makes optax's transformations before its optimizer is distributed
     TRANSPORT.before_shutdown(private.undo)
 
 
@@ -86,13 +85,13 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
             guard.validates_nothing = samples == 0
         if state.world().size > 1:
             requirements.prepare(model)
-            additive.note(model, trains=True)
+            metrics.note(model, trains=True)
             exact = isinstance(data, SHARDED) and data.share.remainder == "exact"
             if exact:
                 weights = "batch and samples" if data.parts == 3 or call.arguments["class_weight"] else "batch"
             if exact and model.compiled:
                 requirements.refuse_what_undoes_weights(model)
-            if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
+            if any(getattr(layer, "synchronized", False) for layer in private.layers_of(model)):
                 requirements.warn_of_synchronized()
             if not state.world().is_root:
                 call.arguments["verbose"] = 0
@@ -104,7 +103,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
         try:
-            with sample_weight_check.weighing(model, weights), passes.fit():
+            with requirements.weighing(model, weights), passes.fit():
                 history = plain(*call.args, **call.kwargs)
             guard.check(model, "at the end")
             guard.done()
@@ -134,7 +133,7 @@ def _refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refusing_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sample_weight_check.trace_for(self, "")
+        requirements.trace_for(self, "")
         if self.train_function is None and state.world().size > 1:
             requirements.prepare(self, "train_on_batch")
             weights = self.trainable_variables if state.is_built(self) else []  # on every rank, or the others wait
@@ -210,6 +209,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         if self._alone:
             return
+        requirements.refuse_ddp(self.model)
         unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else UNKNOWN
         facts = {"steps per epoch": self.params.get("steps") or unknown, "epochs": self.params["epochs"]}
         mine = np.array([[*facts.values(), self._validation, self._mark, self._shards_validation]], dtype=np.int64)
@@ -342,6 +342,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
     def _check_first_step(self) -> None:
         if not self._stepped and not self._alone:
             self._stepped = True
+            requirements.refuse_ddp(self.model)  # which Keras may have made in this step
             self._check(self.model.trainable_variables, "after the first step")
 
     def _check_untrained(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdkit.core.communicator import ALLGATHER, text_of, words_of
 from hvdkit.errors import AgreementError, name_ranks
-from hvdkit.keras.transport.interface import Transport
+from hvdkit.keras.transport import Transport
 
 _RUNS, _STOPPED, _LEFT, _DONE = range(4)
 _PERIOD_S = 1.0

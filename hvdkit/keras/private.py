@@ -1,7 +1,7 @@
-"""What hvdkit replaces in Keras, and what else it needs of its inside: checked at import, undone at shutdown.
+"""Every use of what Keras does not promise, and all that hvdkit replaces: checked at import, undone at shutdown.
 
-Nothing of Keras is replaced elsewhere. A version of Keras that was not tested gets one warning; one that lacks a name
-cannot be used.
+A version of Keras that was not tested gets one warning; one that lacks a name cannot be used.
+``tests/parallel/test_keras_private.py`` tests each.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import contextlib
 import functools
 import importlib
 import itertools
+import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import keras
+import numpy as np
+import numpy.typing as npt
 
 from hvdkit.errors import MissingFrameworkError
-from hvdkit.keras import random_state, state
-from hvdkit.keras.data import Evaluation, ShardedData
-from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import step_times
 from hvdkit.steps.streams import StreamInEpochs
 
@@ -97,6 +98,11 @@ MAKE_STEP = PatchPoint(
     "make_train_function",
     "a backward is averaged in steps, and not in callbacks, where it may be one rank's alone",
 )
+_OF_BACKEND = {
+    "tensorflow": [BUILD, TF_DATASET, TF_ITERATOR],
+    "torch": [STANDARDIZE, MAKE_STEP],
+    "jax": [STANDARDIZE],
+}
 NEEDED = (
     FIT,
     TRAIN_ON_BATCH,
@@ -104,25 +110,104 @@ NEEDED = (
     PREDICT,
     APPLY,
     REST,
-    MAKE_STEP,
-    *([BUILD, TF_ITERATOR] if keras.backend.backend() == "tensorflow" else []),
-    STANDARDIZE,
-    TF_DATASET,
+    *_OF_BACKEND.get(keras.backend.backend(), []),
     PatchPoint("keras", "Model", "_aggregate_additional_loss", "what layers give to add_loss counts as their batch"),
     PatchPoint(
         "keras.src.trainers.compile_utils", "CompileMetrics", "metrics", "each metric's states add up, or do not"
     ),
     PatchPoint("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
+    PatchPoint("keras", "Model", "_flatten_metrics_in_order", "evaluate returns a list, unless it is asked for a dict"),
     PatchPoint("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
     PatchPoint("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),
 )
 """What there must be; of Keras 2, which may not be installed, nothing."""
+
+OURS = "hvdkit_batches"
+"""An attribute of the data sets that ``shard`` makes, which read and pack their batches themselves."""
 
 WITHOUT_BATCH: WeakSet[Any] = WeakSet()
 """Models whose ``fit`` has yet to look at its data."""
 
 _replaced: dict[PatchPoint, tuple[Any, Any, Any]] = {}
 """The holder, what is there now, and what was, None: a base class's."""
+
+
+# What Keras knows and does not tell ----------------------------------------------------------------------------------
+
+
+def layers_of(model: Any, include_self: bool = True) -> list[Any]:
+    """All layers in a model, those within layers included; ``model.layers`` has the outermost alone."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def unbuilt_layers(model: Any) -> list[Any]:
+    """The layers that have yet to make their weights; the model is one of them where it has a ``call``."""
+    has_call = type(model).call is not keras.Model.call
+    return [layer for layer in layers_of(model, include_self=has_call) if not layer.built]
+
+
+def untrained_of(layer: Any) -> list[Any]:
+    """What a layer keeps that is never trained; among ``non_trainable_variables`` are frozen weights, too."""
+    return list(layer._non_trainable_variables)
+
+
+def own_metrics_of(model: Any) -> Any:
+    """The metrics that ``compile`` was given, in its structure: ``model.metrics`` has them only once they are built."""
+    compiled = model._compile_metrics
+    return [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
+
+
+def in_order(model: Any, results: dict[str, Any]) -> Any:
+    """Results by name as ``evaluate`` returns them; Keras alone knows the order."""
+    return model._flatten_metrics_in_order(results)
+
+
+def first_epoch_of(model: Any) -> int | None:
+    """The epoch with which ``fit`` begins for a callback that resumes, as ``BackupAndRestore`` has it; else None."""
+    epoch: int | None = model._initial_epoch
+    return epoch
+
+
+def set_first_epoch(model: Any, epoch: int | None) -> None:
+    """Have ``fit`` begin with another epoch: its argument is the caller's, and callbacks have no other way."""
+    model._initial_epoch = epoch
+
+
+def keras_generator(make: bool = False) -> Any:
+    """What ``keras.random`` draws from without a seed, or None; asking Keras would make one, from a random number."""
+    seeds = importlib.import_module("keras.src.random.seed_generator")
+    if make:
+        seeds.global_seed_generator()
+    attributes = importlib.import_module("keras.src.backend.common.global_state")
+    return attributes.get_global_attribute(seeds.GLOBAL_SEED_GENERATOR)
+
+
+def backend_state() -> npt.NDArray[np.uint8]:
+    """The state of the backend's own global generator, where it has one, uint8 (length,)."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        state: npt.NDArray[np.uint8] = torch.get_rng_state().numpy()
+        return state
+    generator = None
+    if keras.backend.backend() == "tensorflow":  # what the training has made already; asking would make one
+        generator = importlib.import_module("tensorflow.python.ops.stateful_random_ops").global_generator
+    return np.empty(0, np.uint8) if generator is None else generator.state.numpy().view(np.uint8)
+
+
+def set_backend_state(contents: npt.NDArray[np.uint8]) -> None:
+    """Go on from what ``backend_state`` returned."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        torch.set_rng_state(torch.from_numpy(contents[: torch.get_rng_state().numel()].copy()))
+    elif len(contents):
+        import tensorflow as tf
+
+        tf.random.get_global_generator().state.assign(contents.view(np.int64))
+
+
+# What is replaced ----------------------------------------------------------------------------------------------------
 
 
 def check(version: str) -> None:
@@ -186,23 +271,23 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
         stream = getattr(self.data_adapter, "_dataset", None)
         if isinstance(stream, StreamInEpochs) and stream.in_fit and not self.steps_per_epoch:
             begin = stream.steps_done
-            before = random_state.backend_state()
+            before = backend_state()
             batches = iter(self._get_iterator())
             if begin:  # PyTorch's loaders draw a number when they begin; this one began long ago
-                random_state.set_backend_state(before)
+                set_backend_state(before)
             for step in itertools.count(begin, self.steps_per_execution):
                 if step > begin and not stream.goes_on():  # at an end of its own Keras warns, and notes a length
                     return
                 yield step, step + self.steps_per_execution - 1, batches
-        data = getattr(self.data_adapter, "py_dataset", None)
-        if not isinstance(data, ShardedData) or not data.in_fit or self.steps_per_epoch:
+        data: Any = getattr(self.data_adapter, "py_dataset", None)
+        if not (hasattr(data, OURS) and data.in_fit) or self.steps_per_epoch:
             yield from plain(self)
             return
         done, self._num_batches = data.steps_done, len(data)
-        drawn = random_state.backend_state() if done else None
+        drawn = backend_state() if done else None
         for begin, end, batches in plain(self):
             if drawn is not None:  # as above
-                random_state.set_backend_state(drawn)
+                set_backend_state(drawn)
                 drawn = None
             if begin < len(data) - done:
                 yield begin + done, end + done, batches
@@ -218,7 +303,7 @@ def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        if self in WITHOUT_BATCH and state.unbuilt_layers(self) and self._distribute_strategy is None:
+        if self in WITHOUT_BATCH and unbuilt_layers(self) and self._distribute_strategy is None:
             import tensorflow as tf
 
             shapes = iterator._distributed_dataset.element_spec
@@ -242,8 +327,8 @@ def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def telling_steps(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``MAKE_STEP``."""
+def telling_steps(tell: Callable[[bool], None], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``MAKE_STEP``: ``tell`` is given True where a step begins, and False where it ends."""
 
     def make_train_function(self: Any, force: bool = False) -> None:
         plain(self, force)
@@ -252,11 +337,11 @@ def telling_steps(plain: Callable[..., Any]) -> Callable[..., Any]:
             return
 
         def told(data: Any) -> Any:
-            TRANSPORT.in_step = True
+            tell(True)
             try:
                 return step(data)
             finally:
-                TRANSPORT.in_step = False
+                tell(False)
 
         told.hvdkit_tells = True  # type: ignore[attr-defined]
         self.train_function = told
@@ -268,7 +353,7 @@ def as_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
     """For ``STANDARDIZE``."""
 
     def standardize(self: Any, batch: Any) -> Any:
-        return batch if isinstance(self.py_dataset, (ShardedData, Evaluation)) else plain(self, batch)
+        return batch if hasattr(self.py_dataset, OURS) else plain(self, batch)
 
     return standardize
 
@@ -277,8 +362,7 @@ def by_tf_data(plain: Callable[..., Any]) -> Callable[..., Any]:
     """For ``TF_DATASET``."""
 
     def get_tf_dataset(self: Any) -> Any:
-        is_ours = isinstance(self.py_dataset, (ShardedData, Evaluation))
-        return self.py_dataset.tf_dataset() if is_ours else plain(self)
+        return self.py_dataset.tf_dataset() if hasattr(self.py_dataset, OURS) else plain(self)
 
     return get_tf_dataset
 
@@ -308,6 +392,67 @@ def saying_when_batches_come(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _taken() -> bool:
     step_times.taken()
     return True
+
+
+# What is clipped before it is averaged, on jax -----------------------------------------------------------------------
+
+_OF_OPTAX = ("adaptive_grad_clip", "clip", "clip_by_block_rms", "clip_by_global_norm")
+_MARKING = "_hvdkit_marking"
+_CLIPPED: dict[int, weakref.ref[Any]] = {}
+"""By id: what JAX computes with takes no attributes and has no hash."""
+
+
+def mark_clipped() -> None:
+    """On jax, know what ``jnp.clip`` and optax's functions, if it has been imported, clip from now on.
+
+    Nothing tells of a gradient that is being traced how it was made, and each rank would clip by its own norm.
+    """
+    import jax.numpy as jnp
+
+    if not hasattr(jnp.clip, _MARKING):
+        jnp.clip = _marking(jnp.clip)
+    optax = sys.modules.get("optax")
+    for name in _OF_OPTAX if optax is not None else ():
+        if not hasattr(getattr(optax, name), _MARKING):
+            setattr(optax, name, _marking_updates(getattr(optax, name)))
+
+
+def _marking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        clipped = plain(*args, **kwargs)
+        _remember(clipped)
+        return clipped
+
+    setattr(clip, _MARKING, True)
+    return clip
+
+
+def _marking_updates(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        transformation = plain(*args, **kwargs)
+
+        def update(*given: Any, **options: Any) -> Any:
+            updates, state = transformation.update(*given, **options)
+            for one in keras.tree.flatten(updates):
+                _remember(one)
+            return updates, state
+
+        return transformation._replace(update=update)
+
+    setattr(make, _MARKING, True)
+    return make
+
+
+def is_clipped(gradient: Any) -> bool:
+    """Whether a function that is marked has clipped it."""
+    return id(gradient) in _CLIPPED
+
+
+def _remember(clipped: Any) -> None:
+    number = id(clipped)
+    _CLIPPED[number] = weakref.ref(clipped, lambda _: _CLIPPED.pop(number, None))
 
 
 check(keras.__version__)

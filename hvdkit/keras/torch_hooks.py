@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.keras.transport.interface import Transport, common_names
+from hvdkit.keras.transport import Transport, common_names
 from hvdkit.steps import passes, step_times
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.backward import exchange_all, exchanges
@@ -146,6 +146,7 @@ class TorchGradients:
                 f"optimizer.apply got {len(gradients)} gradients for another number of variables; give one for each, "
                 "None where there is none."
             )
+        self._exchange.take_fingerprint(self._trained)
         means = gradients if self._are_means(gradients, variables) else self._averaged(gradients, variables)
         return [one if one is None else one * ranks.size() for one in means] if self._sums else means
 

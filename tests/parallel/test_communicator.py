@@ -1,6 +1,7 @@
 """The five collectives on real ranks, over Horovod for PyTorch and TensorFlow and over MPI: all give the same."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -100,6 +101,7 @@ def test_a_second_thread_meets_the_others_while_the_first_one_uses_the_same_rank
     thread = threading.Thread(target=second)
     if world.is_root:
         thread.start()
+        time.sleep(0.3)  # its first call begins before any of this thread, on the other ranks after all of them
     mine = [ranks.allreduce(np.array([turn + world.rank]), "first").tolist() for turn in range(5)]
     if not world.is_root:
         thread.start()

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -30,7 +31,8 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     """Start ``torch.distributed`` from whatever launcher's environment this is, and say who this process is.
 
     The address is that of rank 0's host and the port a free one that rank 0 tells the others: over the host list of the
-    launcher, or over mpi4py where there is none. Nothing has to be set by hand. Without a launcher: a job of one.
+    launcher, over Horovod where it was started before, or over mpi4py. Nothing has to be set by hand. Without a
+    launcher: a job of one.
 
     Args:
         backend: of ``torch.distributed``; default: "nccl" where PyTorch sees a GPU, else "gloo".
@@ -91,6 +93,9 @@ def _busy_workers() -> bool:
 def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> meeting.Meeting:
     if bootstrap.can_meet(launched, environ):
         return bootstrap.meet(launched, environ, _serve, "ddp", timeout)
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None and horovod.is_initialized():
+        return _meet_over(_HorovodComm(horovod))
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -105,10 +110,21 @@ def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> mee
             f"{comm.Get_size()}: it was built with another MPI; run `pip install --force-reinstall --no-binary "
             "mpi4py mpi4py`."
         )
-    return _meet_over_mpi(comm)
+    return _meet_over(comm)
 
 
-def _meet_over_mpi(comm: Any) -> meeting.Meeting:
+class _HorovodComm:
+    """What ``_meet_over`` asks of a communicator, of ``horovod.torch``."""
+
+    def __init__(self, horovod: Any) -> None:
+        self.Get_rank, self.allgather = horovod.rank, horovod.allgather_object
+        self._broadcast = horovod.broadcast_object
+
+    def bcast(self, value: Any, root: int) -> Any:
+        return self._broadcast(value, root, name="hvdkit.process_group")
+
+
+def _meet_over(comm: Any) -> meeting.Meeting:
     by_rank = tuple(comm.allgather(socket.gethostname()))
     alone = len(set(by_rank)) == 1
     own = "127.0.0.1" if alone else socket.gethostbyname(socket.gethostname())

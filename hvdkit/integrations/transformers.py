@@ -21,13 +21,13 @@ with of_extra("transformers", "hvdkit.integrations.transformers needs transforme
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-__all__ = ["OverHorovod", "Seq2SeqTrainer", "Trainer", "init"]
+__all__ = ["HorovodMixin", "Seq2SeqTrainer", "Trainer", "init"]
 
 _COMPLETE = "hvdkit_complete"
 
 
-class OverHorovod:
-    """In front of a Trainer, any class of one: ``class MyTrainer(OverHorovod, trl.SFTTrainer)``.
+class HorovodMixin:
+    """In front of a Trainer, any class of one: ``class MyTrainer(HorovodMixin, trl.SFTTrainer)``.
 
     Raises, when it is made:
         InvalidArgumentError: the arguments ask for DeepSpeed or FSDP.
@@ -81,7 +81,7 @@ class OverHorovod:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()  # the same twice: without dropout
         losses = [
-            super(OverHorovod, self).compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(number))  # type: ignore[misc]
+            super(HorovodMixin, self).compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(number))  # type: ignore[misc]
             for number in (1, 2)
         ]
         for module, training in modes:
@@ -90,12 +90,12 @@ class OverHorovod:
         return bool(hvd.allreduce(differs, op=hvd.Max, name="hvdkit.trainer.loss"))
 
 
-class Trainer(OverHorovod, transformers.Trainer):  # type: ignore[misc]
-    """``transformers.Trainer`` over Horovod, see ``OverHorovod``; arguments are the same."""
+class Trainer(HorovodMixin, transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` over Horovod, see ``HorovodMixin``; arguments are the same."""
 
 
-class Seq2SeqTrainer(OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    """``transformers.Seq2SeqTrainer`` over Horovod, see ``OverHorovod``; arguments are the same."""
+class Seq2SeqTrainer(HorovodMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """``transformers.Seq2SeqTrainer`` over Horovod, see ``HorovodMixin``; arguments are the same."""
 
 
 def _last_complete(directory: str) -> str | None:

@@ -91,6 +91,7 @@ def _busy_workers() -> bool:
 
 
 def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> meeting.Meeting:
+    """The ranks' hosts and where rank 0's store is, told over what this launcher, or the program before, has begun."""
     if bootstrap.can_meet(launched, environ):
         return bootstrap.meet(launched, environ, _serve, "ddp", timeout)
     horovod = sys.modules.get("horovod.torch")

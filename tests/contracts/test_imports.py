@@ -29,6 +29,7 @@ BELOW = {
     "common": {"top", "errors", "core", "steps", "observe"},
     "torch": {"top", "errors", "core", "steps", "observe"},
     "arrays": {"top", "errors", "core", "steps", "observe"},
+    "integrations": {"top", "errors", "steps", "torch"},
     "tf_shared": {"errors", "core", "steps"},
     "tensorflow": {"top", "errors", "core", "steps", "observe", "tf_shared"},
     "keras": {"top", "errors", "core", "steps", "observe", "tf_shared", "tensorflow", "torch"},
@@ -106,7 +107,7 @@ def command_of(module: str) -> str:
 def test_the_package_is_one_look():
     """What is at the top: the house's rooms, and at most six modules."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == {"core", "steps", "observe", "tf_shared", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
+    assert rooms == {"core", "steps", "observe", "tf_shared", *ADAPTERS, "integrations", "datasets", "synthetic", *FLOORS, "common"}
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     assert {room_of(name) for name in NAMES} == set(BELOW), "every room has a row in BELOW, and every row a room"
 
@@ -137,7 +138,7 @@ def test_no_circle_among_the_commands_of_a_floor(floor):
     assert not left, f"circle among {sorted(left)}"
 
 
-BESIDE_FRAMEWORKS = (*ADAPTERS, "tf_shared", "synthetic")
+BESIDE_FRAMEWORKS = (*ADAPTERS, "tf_shared", "integrations", "synthetic")
 TOOLS = [path for path in MODULES if room_of(name_of(path)) not in BESIDE_FRAMEWORKS]
 
 

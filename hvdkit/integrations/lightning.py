@@ -43,8 +43,8 @@ class HorovodStrategy(ParallelStrategy):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         if options.get("op") == "adasum":
             raise InvalidArgumentError(
-                'HorovodStrategy got op="adasum", which would replace the optimizers that schedulers hold; leave op out, '
-                'or take "sum".'
+                'HorovodStrategy got op="adasum", which would replace the optimizers that schedulers hold; leave op '
+                'out, or take "sum".'
             )
         super().__init__()
         self._options = options

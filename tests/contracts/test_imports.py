@@ -107,7 +107,18 @@ def command_of(module: str) -> str:
 def test_the_package_is_one_look():
     """What is at the top: the house's rooms, and at most six modules."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == {"core", "steps", "observe", "tf_shared", *ADAPTERS, "integrations", "datasets", "synthetic", *FLOORS, "common"}
+    assert rooms == {
+        "core",
+        "steps",
+        "observe",
+        "tf_shared",
+        *ADAPTERS,
+        "integrations",
+        "datasets",
+        "synthetic",
+        *FLOORS,
+        "common",
+    }
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     assert {room_of(name) for name in NAMES} == set(BELOW), "every room has a row in BELOW, and every row a room"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SAMPLES, FEATURES, CLASSES, BATCH, TOKENS = 8, 4, 3, 2, 5
-OF_THEIR_OWN = ("schedules.md", "migrate.md", "ray_spark.md")
+OF_THEIR_OWN = ("libraries.md", "schedules.md", "migrate.md", "ray_spark.md")
 
 
 class Place(NamedTuple):

@@ -74,8 +74,8 @@ def classifier() -> Any:
     return Classifier()
 
 
-def gan() -> Any:
-    """Manual optimization of two optimizers; the critic's gradients stay on their rank for two of three backwards."""
+def gan(plain: bool = False) -> Any:
+    """Manual optimization of two optimizers; unless plain, two of three gradients of the critic stay on their rank."""
     import lightning
     import torch
 
@@ -90,7 +90,7 @@ def gan() -> Any:
         def training_step(self, batch: Any, index: int) -> None:
             (x, _), (first, second) = batch, self.optimizers()
             judge = torch.nn.functional.softplus
-            with second.toggle_model(sync_grad=index % 3 == 2):
+            with second.toggle_model(sync_grad=plain or index % 3 == 2):
                 loss = judge(-self.critic(x)).mean() + judge(self.critic(self.generator(x.flip(1)).detach())).mean()
                 self.manual_backward(loss / 3)
                 if index % 3 == 2:

@@ -27,7 +27,7 @@ from hvdkit.jobs.launch import rank as wire
 from hvdkit.steps import launchers, secret
 
 _LENGTH = struct.Struct("!Q")
-_RETURNED, _RAISED = b"returned", b"raised"
+_RETURNED, _RAISED, _KEPT = b"returned", b"raised", b"kept"
 
 
 def run(
@@ -86,12 +86,12 @@ def run(
     if ended.status:
         failed = ended.failure
         if failed is not None and failed.rank in server.errors:
-            raise server.errors[failed.rank]
+            raise _error(failed.rank, server.errors[failed.rank])
         raise LaunchError(f"{failed or f'the job ended with status {ended.status}'}; the lines above say more.")
     absent = sorted(set(range(request.n)) - set(server.results))
     if absent:
         raise LaunchError(f"rank {absent[0]} ended before the function returned, by sys.exit or os._exit.")
-    return [server.results[rank] for rank in range(request.n)]
+    return [pickle.loads(server.results[rank]) for rank in range(request.n)]  # noqa: S301  # as in ``_error``
 
 
 def _as_typed(given: dict[str, Any]) -> dict[str, Any]:
@@ -170,8 +170,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.socket.close()
         self.socket, self.work = listener, work
         self.secret = ""
-        self.results: dict[int, Any] = {}
-        self.errors: dict[int, BaseException] = {}
+        self.results: dict[int, bytes] = {}
+        self.errors: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self.serve_forever, name="hvdkit.run", daemon=True)
 
     def __enter__(self) -> _Server:
@@ -201,16 +201,16 @@ class _Rank(socketserver.StreamRequestHandler):
         self.wfile.write(wire.proof(self.server.secret, b"launch", nonces))
         _send(self.wfile, self.server.work)
         rank = int(_receive(self.rfile))
+        for left in (self.server.results, self.server.errors):  # of an attempt before this one
+            left.pop(rank, None)
         how, value = _receive(self.rfile), _receive(self.rfile)
-        if how == _RETURNED:
-            self.server.results[rank] = pickle.loads(value)  # noqa: S301  # of this job: it knew the secret
-        else:
-            self.server.errors[rank] = _error(rank, value)
+        (self.server.results if how == _RETURNED else self.server.errors)[rank] = value
+        _send(self.wfile, _KEPT)
 
 
 def _error(rank: int, value: bytes) -> BaseException:
     """What a rank raised, with where; where it cannot be made again, its text."""
-    pickled, text = pickle.loads(value)  # noqa: S301  # of this job, as above
+    pickled, text = pickle.loads(value)  # noqa: S301  # of this job: it knew the secret
     try:
         error: BaseException = pickle.loads(pickled)  # noqa: S301
     except Exception:  # a class whose __init__ takes other arguments than it keeps
@@ -252,9 +252,11 @@ def main(address: str) -> None:
         except Exception as error:
             _send(sent, _RAISED)
             _send(sent, _pickled((_as_pickled(error), traceback.format_exc())))
+            _receive(received)  # who ends at once may be gone before all of it has been read
             raise
         _send(sent, _RETURNED)
         _send(sent, value)
+        _receive(received)
 
 
 def _as_pickled(error: Exception) -> bytes:

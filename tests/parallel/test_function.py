@@ -55,6 +55,29 @@ def test_the_error_of_the_rank_that_failed_first_is_raised(capsys):
     assert "[1]" in capsys.readouterr().err
 
 
+class SlowToMakeError(Exception):
+    """Takes a while to be made again, as a result whose package is imported first."""
+
+    def __reduce__(self):
+        return _slowly, ()
+
+
+def _slowly():
+    time.sleep(1)
+    return SlowToMakeError()
+
+
+def raise_slow():
+    raise SlowToMakeError
+
+
+def test_what_takes_long_to_make_again_is_waited_for():
+    (found,) = hvdkit.run(SlowToMakeError, 1)
+    assert isinstance(found, SlowToMakeError)
+    with pytest.raises(SlowToMakeError):
+        hvdkit.run(raise_slow, 1)
+
+
 def test_a_rank_that_is_gone_without_a_result_is_named():
     with pytest.raises(hvdkit.LaunchError, match="rank 0 ended before the function returned"):
         hvdkit.run(sys.exit, 2)

@@ -8,6 +8,7 @@ the program has changed, and those of the first step of an optimizer that ``appl
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,13 +55,19 @@ class TrainedVariables(torch.nn.Module):
 
 
 class _Exchange(Exchange):
-    """Knows which gradients it has made the mean of, until the next backward."""
+    """Knows which gradients it has made the mean of, until the next backward.
+
+    Attributes:
+        apart: another exchange, which averages otherwise, has some of its parameters: no hook knows which is meant.
+    """
 
     transport: Transport
+    trained: TrainedVariables
+    apart = False
 
     def begin(self, late: bool = False) -> None:
         self.means: dict[int, tuple[torch.Tensor, int]] = {}
-        if late or self.transport.in_step:
+        if late or (self.transport.in_step and not self.apart):
             super().begin(late)
         else:  # of one rank alone, maybe: saliency maps in a callback, or after fit
             with self.suspended():
@@ -72,17 +79,23 @@ class _Exchange(Exchange):
             gradients = [parameter.grad for _, parameter in self.training()]
             self.means = {id(one): (one, one._version) for one in gradients if one is not None}
 
-    def refuse_changed(self) -> None:
-        """Raise InvalidArgumentError where gradients of a backward that was not exchanged have been changed."""
+    def averages_like(self, other: _Exchange) -> bool:
+        """Whether it makes the same of gradients as another one."""
+        return self._options == other._options and self.process_set is other.process_set
+
+    def warn_of_changed(self) -> None:
+        """Say where gradients of a backward that was not exchanged have been changed."""
         if any(is_other(one(), gradient, version) for one, gradient, version in self._local):
-            raise InvalidArgumentError(
-                "optimizer.apply got gradients that were changed (clipped?) before they are averaged, in a step of "
-                "your own after fit; one process changes those of all samples. Give the optimizer global_clipnorm=, "
-                "clipnorm= or clipvalue= instead."
+            warnings.warn(
+                "optimizer.apply averages gradients that were changed after a backward() outside of fit's steps, where "
+                "a rank may be alone. If they were clipped, it was by this rank's own norm: call hvdkit.keras.init() "
+                "again before a loop of your own that follows fit, and backward() averages from its first step on.",
+                stacklevel=7,
             )
 
     def average_now(self, given: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> list[Any]:
         """The means of gradients that no backward has averaged; ``.grad`` stays what it is. A collective."""
+        self._register(parameter for parameter, _ in given)  # another optimizer of theirs may have taken them over
         named = {id(parameter) for parameter, _ in given}
         others = [one for _, one in self.training() if id(one) not in named]
         pairs = [*given, *((one, None) for one in others)]
@@ -106,9 +119,13 @@ class _Exchange(Exchange):
 
 
 def _like(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as autograd would have left it in ``.grad``."""
+    """A copy of a gradient, which stays the program's own, as autograd would have left it in ``.grad``."""
     dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    return dense.to(parameter.device, parameter.dtype).reshape(parameter.shape)
+    return dense.to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
+
+
+def _exchanges() -> list[_Exchange]:
+    return [one for one in exchanges() if isinstance(one, _Exchange)]
 
 
 class TorchGradients:
@@ -126,12 +143,20 @@ class TorchGradients:
         self._trained, self._sums, self._transport = TrainedVariables(), options.op == "sum", transport
         averaging, layout = replace(options, op="average"), BucketLayout(sparse_as_dense=True)
         self._exchange = _Exchange(self._trained, self._trained, averaging, layout, process_set)  # type: ignore[arg-type]
-        self._exchange.transport, self._exchange.means = transport, {}
+        self._exchange.transport, self._exchange.trained, self._exchange.means = transport, self._trained, {}
 
     def follow(self, variables: Sequence[Any]) -> None:
         """The optimizer has been built for these."""
         self._trained.follow(variables)
+        self._keep_apart()
         self._exchange.follow_groups()
+
+    def _keep_apart(self) -> None:
+        """Average in ``apply`` alone what two optimizers train that average otherwise."""
+        mine = set(map(id, self._trained.parameters()))
+        for other in _exchanges():
+            if not other.averages_like(self._exchange) and mine & set(map(id, other.trained.parameters())):
+                other.apart = self._exchange.apart = True
 
     # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -152,9 +177,10 @@ class TorchGradients:
 
     def _averaged(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The means of gradients that no backward has averaged, or that were changed since."""
-        self._exchange.refuse_changed()
+        self._exchange.warn_of_changed()
         self._transport.in_step = True  # a loop of the user's own, after fit
         self._trained.follow(variables)
+        self._keep_apart()
         step_times.ready()
         pairs = zip(variables, gradients, strict=True)
         means = self._exchange.average_now([(variable.value, gradient) for variable, gradient in pairs])
@@ -169,7 +195,7 @@ class TorchGradients:
         Raises:
             InvalidArgumentError: they were changed there, and are about to be added up.
         """
-        averaged = [one for one in exchanges() if isinstance(one, _Exchange) and one.means]
+        averaged = [one for one in _exchanges() if one.means and one.averages_like(self._exchange)]
         known: dict[int, tuple[torch.Tensor, int]] = {}
         for one in averaged:
             known.update(one.means)

@@ -75,10 +75,12 @@ class Transport(Communicator):
     """
 
     in_step = True
+    _steps = 0
 
     def tell_step(self, begins: bool) -> None:
-        """A step begins, or has ended."""
-        self.in_step = begins
+        """A step begins, or has ended; another one may run within it, such as that of a part of the model."""
+        self._steps += 1 if begins else -1
+        self.in_step = self._steps > 0
 
     @abstractmethod
     def start_library(self) -> Topology:

@@ -683,6 +683,48 @@ def a_large_layer(distribute, data):
     return [model]
 
 
+def cutting_channels_in_place(distribute, data):
+    """The numbers that are left lie where they lay."""
+    model = net()
+    optimizer = distribute(momentum(model.parameters(), momentum=0), model)
+    for step, (x, y) in enumerate(data):
+        if step == 2:
+            for one, part in zip(model.parameters(), (slice(3), slice(3), (slice(None), slice(3))), strict=False):
+                one.data, one.grad = one.data[part], None
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [model]
+
+
+def backwards_of_some_parameters_each(distribute, data):
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward(inputs=list(model[2].parameters()), retain_graph=True)
+        loss.backward(inputs=list(model[0].parameters()))
+        optimizer.step()
+    return [model]
+
+
+def rows_that_are_assigned(distribute, data):
+    """Sparse gradients of no backward, which travel as dense ones."""
+    import torch
+
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(10, 3, sparse=True).double()
+    options = {} if distribute is plain else {"sparse_as_dense": True}
+    optimizer = distribute(momentum(table.parameters(), momentum=0), table, **options)
+    for x, _ in data:
+        optimizer.zero_grad()
+        loss = (table((x[:, 0] * 3).long() % 10) ** 2).mean()
+        (table.weight.grad,) = torch.autograd.grad(loss, [table.weight])
+        optimizer.step()
+    return [table]
+
+
 def sharpness(distribute, data):
     """SAM: an optimizer that is stepped by hand, twice a batch, with another one inside."""
     import torch
@@ -760,6 +802,9 @@ PROGRAMS = [
     freezing_between_forward_and_backward,
     hooks_on_what_adds_up,
     a_large_layer,
+    cutting_channels_in_place,
+    backwards_of_some_parameters_each,
+    rows_that_are_assigned,
     sharpness,
 ]
 

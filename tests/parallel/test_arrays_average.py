@@ -216,7 +216,7 @@ def takes_two_steps_in_another_order():
 
     world = hk.init()
     update = hk.average(world).update
-    few, many = {"w": np.ones(3)}, {"w": np.ones(400)}
+    few, many = {"w": np.ones(3)}, {"w": np.ones(100)}
     for gradients in (few, many):
         update(gradients, None)
     if world.rank == 0:

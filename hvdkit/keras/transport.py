@@ -228,11 +228,6 @@ class OverTorch(HorovodTransport):
         ranks = self.ranks(process_set)
         return TorchGradients(self, options, among), ranks
 
-    def sends_bfloat16(self, device: str, process_set: Any) -> bool:
-        """Whether gradients in bfloat16 on a device ("cpu", "cuda") are summed as they are."""
-        among = self.hvd.global_process_set if process_set is None else process_set
-        return torch_tensors.sends_bfloat16(device, among.size())
-
     def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
         """What Horovod's allreduce is told of the options."""
         among = self.hvd.global_process_set if process_set is None else process_set
@@ -342,7 +337,8 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
         return self.ranks(process_set)
 
     def host_sends_bfloat16(self, process_set: Any) -> bool:
-        return self.sends_bfloat16("cpu", process_set)
+        among = self.hvd.global_process_set if process_set is None else process_set
+        return torch_tensors.sends_bfloat16("cpu", among.size())
 
     def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
         import torch

@@ -135,7 +135,12 @@ def test_two_patches_of_one_file_see_each_other(tmp_path: Path) -> None:
         ),
         ({"torch"}, "nccl", {"torch-through-host", "torch-driver-name"}, {"no-cuda-torch"}),
         ({"tensorflow"}, "none", {"no-xla-ops", "no-cuda-search"}, {"cxx20-torch", "python-include"}),
-        ({"torch", "tensorflow"}, "nccl", {"cxx20-torch", "no-xla-ops"}, {"no-cuda-search", "no-cuda-torch"}),
+        (
+            {"torch", "tensorflow"},
+            "nccl",
+            {"cxx20-torch", "no-xla-ops", "bfloat16-torch"},
+            {"no-cuda-search", "no-cuda-torch", "bfloat16-tensorflow"},
+        ),
     ],
 )
 def test_patches_apply_to_what_is_built(frameworks: set[str], gpu: str, has: set[str], lacks: set[str]) -> None:

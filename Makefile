@@ -8,7 +8,8 @@
 # Each does all its own set-up in $(VENV); Horovod is compiled once and then comes from the wheel cache.
 
 PYTHON ?= python3
-# CPU builds where the package index offers them under these versions; set FRAMEWORKS for a GPU machine's own.
+# CPU builds where the package index offers them under these versions; set FRAMEWORKS for a GPU machine's own. Newer PyTorch
+# passes its tests, too (docs/install.md), and PyPI has it for CUDA alone, in 5 GB.
 FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 # Two test files at a time, in their order: those with ranks first, the short ones fill up the end.
 # PARALLEL= for one after the other.

@@ -92,25 +92,43 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, and the models that they train
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:  # noqa: ARG002
-        """accelerate's, without DistributedDataParallel."""
-        return super().prepare_model(model, device_placement, evaluation_mode=True)
-
-    def prepare(self, *objects: Any, **named: Any) -> Any:
-        """accelerate's; then gradients of each optimizer whose model is prepared, too, are averaged over the ranks."""
-        prepared = super().prepare(*objects, **named)
-        for wrapper in self._optimizers:
-            if wrapper.optimizer not in self._distributed:
-                self._distribute(wrapper.optimizer)
+        """accelerate's, without DistributedDataParallel; ``prepare`` calls it, too."""
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        self._distribute()
         return prepared
 
-    def _distribute(self, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        models = [one for one in self._models if any(id(parameter) in held for parameter in one.parameters())]
-        if models:
-            model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
-            hk.distribute(optimizer, model)
-            hk.broadcast_state(model, optimizer)
-            self._distributed.update((optimizer, *models))
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """accelerate's; its gradients are averaged over the ranks as soon as its models are prepared, too."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        self._distribute()
+        return prepared
+
+    def _distribute(self) -> None:
+        for optimizer in self._apart():
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            owned = {id(model): {id(parameter) for parameter in model.parameters()} for model in self._models}
+            models = [model for model in self._models if owned[id(model)] & held]
+            if held <= set().union(*owned.values()):
+                model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+                hk.distribute(optimizer, model)
+                hk.broadcast_state(model, optimizer)
+                self._distributed.update((optimizer, *models))
+
+    def _apart(self) -> list[Any]:
+        return [wrapper.optimizer for wrapper in self._optimizers if wrapper.optimizer not in self._distributed]
+
+    def backward(self, loss: Any, **named: Any) -> None:
+        """accelerate's, after which ``.grad`` is the mean over all ranks.
+
+        Raises:
+            InvalidArgumentError: an optimizer was prepared without its models.
+        """
+        if apart := self._apart():
+            raise InvalidArgumentError(
+                f"{type(apart[0]).__name__} was prepared and holds parameters of no prepared model, so that each rank "
+                "would train its own; give accelerator.prepare the models, and make a lone tensor part of one."
+            )
+        super().backward(loss, **named)
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:

@@ -149,13 +149,19 @@ class Pair:
         x = torch.randn(48, 4, generator=generator)
         self.data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
 
-    def train(self, accelerator: Any, ranks: int) -> dict[str, Any]:
+    def train(self, accelerator: Any, ranks: int, one_by_one: bool = False) -> dict[str, Any]:
         """Four backwards of a batch of twelve; every second one steps, with clipped gradients."""
         import torch
 
         loader = torch.utils.data.DataLoader(self.data, batch_size=12 // ranks)
-        *made, loader = accelerator.prepare(*self.models, *self.optimizers, loader)
-        models, optimizers, norms = made[:2], made[2:], []
+        if one_by_one:
+            optimizers = [accelerator.prepare_optimizer(one) for one in self.optimizers]
+            models = [accelerator.prepare_model(one) for one in self.models]
+            loader = accelerator.prepare_data_loader(loader)
+        else:
+            *made, loader = accelerator.prepare(*self.models, *self.optimizers, loader)
+            models, optimizers = made[:2], made[2:]
+        norms = []
         for x, y in [batch for _ in range(3) for batch in loader]:
             with accelerator.accumulate(*models):
                 for model, optimizer in zip(models, optimizers, strict=True):
@@ -186,17 +192,22 @@ def test_an_accelerator_trains_as_one_process_on_the_global_batch(hk, world, alo
     from hvdkit import errors
     from hvdkit.integrations.accelerate import Accelerator
 
-    pair = Pair()
-    with torch.no_grad():
-        for parameter in pair.models[0].parameters():
-            parameter += world.rank
-    found = pair.train(Accelerator(cpu=True, gradient_accumulation_steps=2), world.size)
     expected = alone(accelerate_as_one_process)
-    for mine, whole in zip(found["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
-    assert max(expected["norms"]) > 0.1 and found["seen"] == expected["seen"]
-    assert found["wrapped"] == "Sequential", "DistributedDataParallel averages a second time"
+    for one_by_one in (False, True):
+        pair = Pair()
+        with torch.no_grad():
+            for parameter in pair.models[0].parameters():
+                parameter += world.rank
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        found = pair.train(accelerator, world.size, one_by_one)
+        for mine, whole in zip(found["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
+        assert max(expected["norms"]) > 0.1 and found["seen"] == expected["seen"]
+        assert found["wrapped"] == "Sequential", "DistributedDataParallel averages a second time"
+    accelerator.prepare_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+    with pytest.raises(errors.InvalidArgumentError, match="SGD was prepared and holds parameters of no prepared model"):
+        accelerator.backward(torch.ones((), requires_grad=True))
 
     AcceleratorState._reset_state(reset_partial_state=True)
     place = {name: os.environ.pop(name) for name in ("LOCAL_RANK", "WORLD_SIZE")}

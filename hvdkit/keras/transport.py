@@ -72,15 +72,20 @@ class Transport(Communicator):
 
     Attributes:
         in_step: whether a backward that runs now is a step's: not in callbacks of ``fit``, and not after it.
+        in_fit: whether steps are those of ``fit``.
     """
 
     in_step = True
-    _steps = 0
+    in_fit = False
+    _before: tuple[bool, ...] = ()
 
     def tell_step(self, begins: bool) -> None:
         """A step begins, or has ended; another one may run within it, such as that of a part of the model."""
-        self._steps += 1 if begins else -1
-        self.in_step = self._steps > 0
+        if begins:
+            self._before, self.in_step = (*self._before, self.in_step), True
+        else:
+            *outer, before = self._before
+            self._before, self.in_step = tuple(outer), bool(outer) or (before and not self.in_fit)
 
     @abstractmethod
     def start_library(self) -> Topology:

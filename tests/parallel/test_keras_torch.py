@@ -260,6 +260,31 @@ def test_a_step_within_a_step_of_fit(hk, world, everyone, alone):
     assert found == near(alone(train_nested))
 
 
+def train_both_by_hand(hk: Any, world: Any) -> list[float]:
+    """As a GAN without fit: one part by train_on_batch, the other by a backward of its own."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    part = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+    part.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
+    model = make_model(clips_in_place, hk)
+    for one in (part, model):
+        one.optimizer.build(one.trainable_variables)
+    for x, y in hk.shard((X, Y), world, 12 // world.size):
+        part.train_on_batch(x, y)
+        model.train_step(tensors(x, y))
+    return weights(model) + weights(part)
+
+
+@on_ranks("keras-torch")
+def test_train_on_batch_beside_a_loop_of_ones_own(hk, world, everyone, alone):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "optimizer.apply averages")
+        found = train_both_by_hand(hk, world)
+    assert everyone(found) == [found] * 2
+    assert found == near(alone(train_both_by_hand))
+
+
 def train_nested(hk: Any, world: Any) -> list[float]:
     import keras
 

@@ -102,6 +102,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         set_trained_on(model, data if isinstance(data, SHARDED) else None)
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
+        within, TRANSPORT.in_fit = TRANSPORT.in_fit, True
         try:
             with requirements.weighing(model, weights), passes.fit():
                 history = plain(*call.args, **call.kwargs)
@@ -115,6 +116,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
                 raise cause from None
             raise
         finally:
+            TRANSPORT.in_fit = within
             set_trained_on(model, None)
         return history
 

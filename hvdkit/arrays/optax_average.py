@@ -17,7 +17,7 @@ import numpy as np
 from hvdkit.arrays import exit_watchdog, mpi
 from hvdkit.arrays.optimizer import Reduce
 from hvdkit.errors import of_extra
-from hvdkit.steps import passes
+from hvdkit.steps import agreement, passes
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -73,12 +73,27 @@ def average(world: Topology, compression: str) -> Any:
     return optax.GradientTransformation(init, update)
 
 
+class _Checked(Reduce):
+    """Compares before each exchange that all ranks average the same tree: else each would wait in another exchange."""
+
+    def __init__(self, gradients: Any, options: GradientOptions, comm: Any, rows: list[str]) -> None:
+        super().__init__(gradients, options, exit_watchdog.Marked(comm.Dup()), "calls")
+        self._all, self._rows, self._table = mpi.ranks(comm), rows, agreement.rows_table(rows)
+
+    def _exchange(self) -> None:
+        if not agreement.agree([self._table], lambda mine: self._all.allreduce(mine, "hvdkit.average", op="min")):
+            agreement.require_same_rows(self._all, self._rows)
+        super()._exchange()
+
+
 def _on_host(comm: Any, options: GradientOptions, names: list[str], *leaves: Any) -> list[Any]:
     """The means of all ranks' arrays, in memory of their own; called by the thread of the program or by JAX's."""
     gradients = dict(zip(names, map(np.asarray, leaves), strict=True))
     key = (options, *((name, one.shape, one.dtype) for name, one in gradients.items()))
     exit_watchdog.in_steps.add(threading.get_ident())
     if key not in _reductions:  # messages of other gradients travel apart
-        _reductions[key] = Reduce(gradients, options, exit_watchdog.Marked(comm.Dup()), "calls")
+        rows = [f"{name} {one.dtype} {one.shape}" for name, one in gradients.items()]
+        mpi.require_same_rows(comm, rows)
+        _reductions[key] = _Checked(gradients, options, comm, rows)
     means = _reductions[key](gradients)
     return [np.array(means[name]) for name in names]

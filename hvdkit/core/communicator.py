@@ -83,7 +83,7 @@ class Communicator(ABC):
 
         Args:
             collective: one of the five, see the table at the top.
-            array: what this rank gives. An allreduce and a broadcast put what it gets in its place.
+            array: what this rank gives, in C order. An allreduce and a broadcast put what it gets in its place.
             op: of an allreduce: "sum" or "min".
             root: of a broadcast.
             counts: rows of each rank (allgather), or for each rank (alltoall), the same on every rank; default: as many
@@ -111,7 +111,7 @@ class Communicator(ABC):
 
     def allreduce(self, values: npt.ArrayLike, name: str, op: str = "sum") -> Array:
         """The sum ("min": the element-wise minimum) over all ranks, the same bits on each."""
-        return self.run(ALLREDUCE, np.array(values), name, op=op)  # type: ignore[no-any-return]
+        return self.run(ALLREDUCE, np.array(values, order="C"), name, op=op)  # type: ignore[no-any-return]
 
     def allgather(self, rows: Array, name: str) -> list[Array]:
         """Every rank's ``rows``, in rank order; their number may differ."""
@@ -120,15 +120,15 @@ class Communicator(ABC):
 
     def broadcast(self, values: Array, root: int, name: str) -> Array:
         """The root's values."""
-        return self.run(BROADCAST, np.array(values), name, root=root)  # type: ignore[no-any-return]
+        return self.run(BROADCAST, np.array(values, order="C"), name, root=root)  # type: ignore[no-any-return]
 
     def reducescatter(self, values: Array, name: str) -> Array:
         """This rank's share of the sum over all ranks; the first ranks get one row more, see ``shares``."""
-        return self.run(REDUCESCATTER, values, name)  # type: ignore[no-any-return]
+        return self.run(REDUCESCATTER, np.ascontiguousarray(values), name)  # type: ignore[no-any-return]
 
     def alltoall(self, rows: Array, name: str, counts: Sequence[int] | None = None) -> Array:
         """The rows that each rank has for this one, in rank order; for ``counts`` see ``start``."""
-        return self.run(ALLTOALL, rows, name, counts=counts)  # type: ignore[no-any-return]
+        return self.run(ALLTOALL, np.ascontiguousarray(rows), name, counts=counts)  # type: ignore[no-any-return]
 
     # What is made of them ---------------------------------------------------------------------------------------------
 

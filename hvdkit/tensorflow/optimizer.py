@@ -233,7 +233,12 @@ def reduce_gradients(
     if failure is not None:
         if not fills or any(variables[position] is None for position in taking):
             raise failure
-        tensors = [_nothing_of(gradients[position], variables[position], reduction) for position in taking]
+        tensors = [
+            _zeros(variables[position], f"{group}.{number}")
+            if gradients[position] is None
+            else _nothing_of(gradients[position], variables[position], reduction)
+            for number, position in enumerate(taking)
+        ]
     say_ready(tensors, taken)
     absent = [number for number, position in enumerate(taking) if gradients[position] is None]
     results = list(gradients)

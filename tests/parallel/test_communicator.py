@@ -62,6 +62,10 @@ def test_the_forms_that_wait_leave_what_they_are_given(hk, world):
     np.testing.assert_array_equal(ranks.reducescatter(given, "share"), expected(REDUCESCATTER, world.rank, world.size))
     counts = shares(12, world.size)
     np.testing.assert_array_equal(ranks.alltoall(given, "deal", counts), expected(ALLTOALL, world.rank, world.size))
+    turned = np.asfortranarray(given)
+    np.testing.assert_array_equal(ranks.reducescatter(turned, "turned"), ranks.reducescatter(given, "not"))
+    np.testing.assert_array_equal(ranks.alltoall(turned, "turned", counts), ranks.alltoall(given, "not", counts))
+    np.testing.assert_array_equal(ranks.broadcast(turned, 1, "turned"), rows_of(1))
     np.testing.assert_array_equal(given, rows_of(world.rank))
     uneven = ranks.allgather(given[: 2 * world.rank].astype(np.float32), "uneven")
     assert [len(rows) for rows in uneven] == [2 * rank for rank in range(world.size)]

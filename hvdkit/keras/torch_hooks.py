@@ -62,7 +62,6 @@ class _Exchange(Exchange):
     """
 
     transport: Transport
-    trained: TrainedVariables
     apart = False
 
     def begin(self, late: bool = False) -> None:
@@ -143,7 +142,7 @@ class TorchGradients:
         self._trained, self._sums, self._transport = TrainedVariables(), options.op == "sum", transport
         averaging, layout = replace(options, op="average"), BucketLayout(sparse_as_dense=True)
         self._exchange = _Exchange(self._trained, self._trained, averaging, layout, process_set)  # type: ignore[arg-type]
-        self._exchange.transport, self._exchange.trained, self._exchange.means = transport, self._trained, {}
+        self._exchange.transport, self._exchange.means = transport, {}
 
     def follow(self, variables: Sequence[Any]) -> None:
         """The optimizer has been built for these."""
@@ -155,7 +154,9 @@ class TorchGradients:
         """Average in ``apply`` alone what two optimizers train that average otherwise."""
         mine = set(map(id, self._trained.parameters()))
         for other in _exchanges():
-            if not other.averages_like(self._exchange) and mine & set(map(id, other.trained.parameters())):
+            trained = other.optimizer()  # held weakly: hooks hold the exchange, and must not hold the parameters
+            theirs = [] if trained is None else trained.param_groups[0]["params"]
+            if not other.averages_like(self._exchange) and mine & set(map(id, theirs)):
                 other.apart = self._exchange.apart = True
 
     # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.

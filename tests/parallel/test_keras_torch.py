@@ -431,3 +431,20 @@ def test_a_model_in_a_ddp_is_refused(hk, world, tmp_path, how):
     told = message(lambda: model.fit(hk.shard((X, Y), world, 6), verbose=0, callbacks=callbacks))
     assert "is in a DistributedDataParallel, which averages its gradients" in told, told
     torch.distributed.destroy_process_group()
+
+
+@on_ranks("keras-torch", n=1)
+def test_parameters_of_models_that_are_gone_are_freed(hk, world):
+    import gc
+    import weakref
+
+    import keras
+
+    def made():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        hk.distribute(keras.optimizers.SGD(0.1)).build(model.trainable_variables)
+        return [weakref.ref(variable.value) for variable in model.trainable_variables]
+
+    gone = made()
+    gc.collect()
+    assert [parameter() for parameter in gone] == [None, None]

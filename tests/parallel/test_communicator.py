@@ -47,7 +47,6 @@ def test_each_collective_gives_what_it_must(hk, world, collective):
     given = rows_of(world.rank)
     request = ranks.start(collective, given, f"started.{collective}", **options)
     np.testing.assert_array_equal(request.wait(poll_s=0.001), right)
-    assert request.done()
     in_place = collective in (ALLREDUCE, BROADCAST)
     np.testing.assert_array_equal(given, right if in_place else rows_of(world.rank))
     np.testing.assert_array_equal(ranks.run(collective, rows_of(world.rank), f"run.{collective}", **options), right)

@@ -59,21 +59,26 @@ class _Exchange(Exchange):
 
     Attributes:
         apart: another exchange, which averages otherwise, has some of its parameters: no hook knows which is meant.
+        to_apply: a backward has averaged gradients since the last ``apply``.
     """
 
     transport: Transport
     apart = False
+    to_apply = False
 
     def begin(self, late: bool = False) -> None:
         self.means: dict[int, tuple[torch.Tensor, int]] = {}
         if late or (self.transport.in_step and not self.apart):
             super().begin(late)
+            # A rank whose batch reaches no variable comes in apply, after which Keras' own clipping sees the mean.
+            self._flags = self._flags._replace(late=0.0)
         else:  # of one rank alone, maybe: saliency maps in a callback, or after fit
             with self.suspended():
                 super().begin(late)
 
     def finish(self) -> None:
         super().finish()
+        self.to_apply = self.exchanging
         if self.exchanging:
             gradients = [parameter.grad for _, parameter in self.training()]
             self.means = {id(one): (one, one._version) for one in gradients if one is not None}
@@ -172,9 +177,16 @@ class TorchGradients:
                 f"optimizer.apply got {len(gradients)} gradients for another number of variables; give one for each, "
                 "None where there is none."
             )
-        self._exchange.take_fingerprint(self._trained)
         means = gradients if self._are_means(gradients, variables) else self._averaged(gradients, variables)
+        for exchange in self._of(variables):
+            exchange.to_apply = False
+        self._exchange.take_fingerprint(self._trained)  # after as many allreduces on every rank, and before the step
         return [one if one is None else one * ranks.size() for one in means] if self._sums else means
+
+    def _of(self, variables: list[Any]) -> list[_Exchange]:
+        """The exchanges whose hooks average these variables' gradients as this optimizer asks for."""
+        alike = [one for one in _exchanges() if one.averages_like(self._exchange)]
+        return [one for one in alike if any(one.has(variable.value) for variable in variables)]
 
     def _averaged(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The means of gradients that no backward has averaged, or that were changed since."""
@@ -196,12 +208,14 @@ class TorchGradients:
         Raises:
             InvalidArgumentError: they were changed there, and are about to be added up.
         """
-        averaged = [one for one in _exchanges() if one.means and one.averages_like(self._exchange)]
+        averaged = [one for one in self._of(variables) if one.to_apply]
+        if not averaged:  # no backward since the last apply: this rank's batch reached no variable
+            return False
         known: dict[int, tuple[torch.Tensor, int]] = {}
         for one in averaged:
             known.update(one.means)
         present = [one for one in gradients if one is not None]
-        if not known or not known.keys() >= set(map(id, present)):
+        if not known.keys() >= set(map(id, present)):
             return False
         if self._sums and any(one._version != known[id(one)][1] for one in present):
             raise InvalidArgumentError(

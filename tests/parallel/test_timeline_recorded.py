@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from hvdkit.core.control import ControlWord
 from hvdkit.read.timeline import CycleMark, read, summarize
 
 pytestmark = pytest.mark.parallel
@@ -39,9 +40,9 @@ def torch_steps(file, steps, killed_after=None):
         optimizer.zero_grad()
         model(torch.ones(BATCH, FEATURES, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
-    # One bucket: its gradients, a number for each, and four that say what this rank needs.
+    # One bucket: its gradients, and the control word behind them.
     sizes = [parameter.numel() for parameter in model.parameters()]
-    return ended(start, [8 * (sum(sizes) + len(sizes) + 4)])
+    return ended(start, [8 * (sum(sizes) + len(ControlWord(len(sizes))))])
 
 
 def tensorflow_steps(file, steps):
@@ -138,6 +139,6 @@ def test_a_job_whose_writer_was_killed(run_ranks, tmp_path):
     run_ranks(torch_steps, 2, warm="torch", fails=True, file=str(path), steps=400, killed_after=200)
     summary = summarize(path)
     assert 1 < summary.steps.count <= 200
-    assert summary.steps.bytes == (6 * 50 + 50 + 50 * 3 + 3 + 4 + 4) * 8
+    assert summary.steps.bytes == (6 * 50 + 50 + 50 * 3 + 3 + len(ControlWord(4))) * 8
     assert set(summary.dropped) <= {"cut off at the end", "operation not finished at the end"}
     assert summary.communication <= summary.duration

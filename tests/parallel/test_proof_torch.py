@@ -186,7 +186,7 @@ def test_seeds_give_the_same_model_and_different_streams_again_in_every_run(hk, 
         assert found.startswith("InvalidArgumentError: seed must be an integer >= 0")
 
 
-@on_ranks("torch", n=3)
+@on_ranks("torch", n=3, fresh=True)  # it ends the watch of allreduces on all ranks
 def test_join_waits_for_the_rank_with_the_most_steps(hk, world):
     training = Training(hk, world, "SGD")
     for _ in range(2 + world.rank):

@@ -7,10 +7,8 @@ unpickled comes from the job itself. ``hvdkit launch`` does the rest.
 
 from __future__ import annotations
 
-import hmac
 import os
 import pickle
-import secrets
 import socketserver
 import struct
 import sys
@@ -95,32 +93,22 @@ def run(
 
 
 def _as_typed(given: dict[str, Any]) -> dict[str, Any]:
-    """Options by name as the command line gives them: converted and checked by click."""
+    """Options by name as the command line gives them: converted and checked by ``hvdkit launch``."""
     import click
 
-    from hvdkit.jobs.launch.options import OPTIONS
+    from hvdkit.jobs.launch import cli
+    from hvdkit.jobs.launch.options import OPTIONS, as_words
 
     known = [name for name in OPTIONS if name not in ("module", "dry_run")]
     unknown = [name for name in given if name not in known]
     if unknown:
         raise InvalidArgumentError(f"run has no option {unknown[0]!r}; its options are {', '.join(known)}.")
-    options: list[click.Parameter] = [
-        click.Option([*OPTIONS[name].flags, name], **OPTIONS[name].click) for name in known
-    ]
-    command = click.Command("run", params=options)
-    words = []
-    for name, value in given.items():
-        flag = OPTIONS[name].flags[0]
-        if name == "variables":
-            words += [word for variable, text in value.items() for word in (flag, f"{variable}={text}")]
-        elif value is True or value is False:
-            words += [part for part in flag.split("/")[0 if value else 1 :][:1]]
-        elif value is not None:
-            words += [flag, str(value)]
     try:
-        return dict(command.make_context("run", words).params)
+        typed = dict(cli.launch.make_context("run", as_words(given)).params)
     except click.ClickException as error:
         raise InvalidArgumentError(error.format_message()) from error
+    del typed["command"]
+    return typed
 
 
 def _pickled(value: Any) -> bytes:
@@ -192,13 +180,15 @@ class _Rank(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         """Serve one rank."""
-        ours = secrets.token_bytes(wire.NONCE_BYTES)
-        self.wfile.write(ours)
-        nonces = ours + self.rfile.read(wire.NONCE_BYTES)
-        known = wire.proof(self.server.secret, b"rank", nonces)
-        if not hmac.compare_digest(self.rfile.read(wire.PROOF_BYTES), known):
+        from hvdkit.jobs.launch.peer import Peer  # here alone: ranks load this file, too
+
+        stranger = Peer(self.connection)
+        stranger.order(stranger.nonce)
+        known = None
+        while known is None and (data := stranger.receive()):
+            known = stranger.shake_hands(data, self.server.secret)
+        if not known:
             return
-        self.wfile.write(wire.proof(self.server.secret, b"launch", nonces))
         _send(self.wfile, self.server.work)
         rank = int(_receive(self.rfile))
         for left in (self.server.results, self.server.errors):  # of an attempt before this one

@@ -414,6 +414,8 @@ def as_words(given: Mapping[str, Any]) -> list[str]:
             for variable, text in value.items():
                 # a value that is set here stays out of the command line, which every user reads
                 words += ["--env", variable if os.environ.get(variable) == text else f"{variable}={text}"]
+        elif isinstance(value, bool):
+            words += typed.flags[0].split("/")[not value :][:1]  # --x, or of --x/--no-x the second
         elif value is not None and value != typed.click.get("default"):
             words += [typed.flags[0], str(value)]
     return words

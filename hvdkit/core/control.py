@@ -81,13 +81,6 @@ class ControlWord:
             for place in absent:
                 word[FLAGS + place] = 0
 
-    def empty(self, flags: Flags) -> npt.NDArray[np.float32]:
-        """The word of a rank that has none of the gradients, float32 (len(self),)."""
-        word = np.zeros(len(self), dtype=np.float32)
-        word[:FLAGS] = flags
-        word[0] = 1
-        return word
-
 
 def read_flags(word: Sequence[float], ranks: float = 1.0) -> Flags:
     """What the ranks say, from the sum of their words.

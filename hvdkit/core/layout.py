@@ -1,39 +1,11 @@
-"""Which gradients travel together, in which order, and where each lies in what is sent."""
+"""Which gradients travel together, and in which order."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Gradients side by side in one flat array.
-
-    Attributes:
-        members: which gradients, in their order.
-        starts: where each begins, in numbers.
-        length: of all.
-    """
-
-    members: Sequence[int]
-    starts: Sequence[int]
-    length: int
-
-
-def placed(members: Sequence[int], sizes: Sequence[int]) -> Placed:
-    """Where some gradients lie when they travel together.
-
-    Args:
-        members: which ones.
-        sizes: the length of every gradient, in numbers.
-    """
-    starts = list(itertools.accumulate((sizes[member] for member in members), initial=0))
-    return Placed(members, starts[:-1], starts[-1])
 
 
 def by_kind(kinds: Iterable[Hashable]) -> dict[Any, list[int]]:

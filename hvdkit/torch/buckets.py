@@ -14,7 +14,7 @@ import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import accumulate, compress, repeat
 from typing import Any, Protocol
 
 import horovod.torch as hvd
@@ -197,9 +197,9 @@ class Bucket:
         self.leaves_early = True
         self._sparse_as_dense = sparse_as_dense
         kind = (named[0][1].dtype, named[0][1].device) if named else (torch.float32, torch.device("cpu"))
-        lying = core_layout.placed(range(len(named)), [parameter.numel() for _, parameter in named])
-        self._numbers, self._control = lying.length, ControlWord(len(named))
-        self._where = [(each.shape, strides(each), start) for (_, each), start in zip(named, lying.starts, strict=True)]
+        starts = list(accumulate((parameter.numel() for _, parameter in named), initial=0))
+        self._numbers, self._control = starts.pop(), ControlWord(len(named))
+        self._where = [(each.shape, strides(each), start) for (_, each), start in zip(named, starts, strict=True)]
         self.arrived: list[int] = []
         self._absent: list[int] = []
         self._kept: list[tuple[torch.Tensor, int]] = []  # a gradient in the program's own memory, and its place here

@@ -27,7 +27,7 @@ def test_the_sum_says_how_many_ranks_say_what():
         written(control, absent=[2]),
         written(control),
         written(control, Flags(weighted=1, weight=2.5), absent=[2]),
-        control.empty(Flags(failed=1)),
+        written(control, Flags(failed=1), absent=range(3)),
     ]
     whole = np.sum(words[:2] + words[3:], axis=0)
     assert read_flags(whole) == Flags(unusual=4, failed=1, changed=1, weighted=1, weight=2.5)
@@ -77,11 +77,6 @@ def test_buckets_are_closed_when_they_are_full_and_hold_one_kind():
     assert layout.in_buckets(kinds, [10] * 6, limit=10) == [[0], [1], [2], [3], [4], [5]]
     assert layout.in_buckets([], [], limit=1) == []
     assert layout.by_kind(kinds) == {"a": [0, 2, 3, 5], "b": [1, 4]}
-
-
-def test_members_of_a_bucket_lie_side_by_side():
-    assert layout.placed([3, 0, 2], sizes=[5, 7, 0, 2]) == layout.Placed([3, 0, 2], [0, 2, 7], 7)
-    assert layout.placed([], sizes=[]) == layout.Placed([], [], 0)
 
 
 def test_gradients_are_ordered_as_they_arrived_on_the_first_rank():

@@ -35,13 +35,14 @@ def reduced(scale, *, bad=None):
     print(f"hello from {hvd.rank()}")
     if hvd.rank() == bad:
         raise UnlikeItsArgumentsError(3, "not finite")
-    return scale * hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item(), os.environ.get("MINE")
+    whole = scale * hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
+    return hvd.rank(), whole, os.environ.get("MINE")
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_results_come_back_by_rank_and_output_is_tagged(capsys, n):
     results = hvdkit.run(reduced, n, args=(10,), env={"MINE": "yes"}, threads=1)
-    assert results == [(10.0 * n * (n - 1) / 2, "yes")] * n
+    assert results == [(rank, 10.0 * n * (n - 1) / 2, "yes") for rank in range(n)]
     printed = capsys.readouterr().out.splitlines()
     assert sorted(printed) == [f"[{rank}] hello from {rank}" for rank in range(n)]
 
@@ -55,27 +56,18 @@ def test_the_error_of_the_rank_that_failed_first_is_raised(capsys):
     assert "[1]" in capsys.readouterr().err
 
 
-class SlowToMakeError(Exception):
-    """Takes a while to be made again, as a result whose package is imported first."""
+def test_a_result_that_is_read_slowly_is_waited_for(monkeypatch):
+    """By this process alone: its ranks load the file anew."""
+    receive = function._receive
 
-    def __reduce__(self):
-        return _slowly, ()
+    def slowly(stream):
+        time.sleep(0.5)
+        return receive(stream)
 
-
-def _slowly():
-    time.sleep(1)
-    return SlowToMakeError()
-
-
-def raise_slow():
-    raise SlowToMakeError
-
-
-def test_what_takes_long_to_make_again_is_waited_for():
-    (found,) = hvdkit.run(SlowToMakeError, 1)
-    assert isinstance(found, SlowToMakeError)
-    with pytest.raises(SlowToMakeError):
-        hvdkit.run(raise_slow, 1)
+    monkeypatch.setattr(function, "_receive", slowly)
+    assert hvdkit.run(lambda: "there", 1) == ["there"]
+    with pytest.raises(ZeroDivisionError):
+        hvdkit.run(lambda: 1 / 0, 1)
 
 
 def test_a_rank_that_is_gone_without_a_result_is_named():
@@ -89,6 +81,17 @@ def test_a_rank_that_is_gone_without_a_result_is_named():
 
 def test_a_job_that_starts_again_gives_the_results_of_the_last_attempt():
     assert hvdkit.run(lambda: 1 / int(os.environ["HVDKIT_RESTART"]), 1, restarts=1) == [1.0]
+
+    def first_attempt_alone():
+        if (os.environ["HVDKIT_RESTART"], os.environ["RANK"]) == ("1", "0"):
+            sys.exit()
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+            return 1 / int(os.environ["HVDKIT_RESTART"])
+        return "of the first attempt"
+
+    with pytest.raises(hvdkit.LaunchError, match="rank 0 ended before the function returned"):
+        hvdkit.run(first_attempt_alone, 2, restarts=1)
 
 
 @pytest.mark.parametrize(

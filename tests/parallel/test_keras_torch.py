@@ -245,7 +245,7 @@ def test_apply_leaves_the_program_its_own_tensors(hk, world):
 
     v = keras.Variable(np.ones(3, "float32"))
     optimizer = hk.distribute(keras.optimizers.SGD(1.0))
-    noise = torch.full((3,), world.rank + 1.0)
+    noise = torch.zeros(3).add_(world.rank + 1.0)  # changed in place, as a buffer of the program's is
     optimizer.apply([noise], [v])
     assert noise.tolist() == [world.rank + 1.0] * 3 and keras.ops.convert_to_numpy(v).tolist() == [-0.5] * 3
     (gradient,) = torch.autograd.grad((v.value * noise).sum(), [v.value])

@@ -97,8 +97,8 @@ def is_held(word: Sequence[float], gradient: int) -> bool:
 
 
 def joined(several: Sequence[Flags]) -> Flags:
-    """The most that is said in any of several words, such as those of several buckets."""
-    return Flags(*map(max, zip(*several, strict=True))) if several else NO_FLAGS
+    """The most that is said in any of several words, one or more, such as those of several buckets."""
+    return Flags(*map(max, zip(*several, strict=True)))
 
 
 def said_by_some(flag: float, ranks: int) -> bool:

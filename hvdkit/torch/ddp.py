@@ -35,7 +35,8 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     launcher: a job of one.
 
     Args:
-        backend: of ``torch.distributed``; default: "nccl" where PyTorch sees a GPU, else "gloo".
+        backend: of ``torch.distributed``; default: "nccl" where PyTorch sees a GPU, else "gloo". Ranks that share a
+            GPU (HOROVOD_GPU_OPERATIONS=CPU) take "gloo", too: NCCL refuses them.
         timeout: seconds until all ranks must have met.
     Returns:
         The job, for ``pin_device``, ``scale_lr``, ``shard``, ...
@@ -45,7 +46,8 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     """
     if dist.is_initialized():
         raise InvalidArgumentError("torch.distributed is started already; call init_process_group once.")
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    shares_gpu = os.environ.get("HOROVOD_GPU_OPERATIONS") == "CPU"
+    backend = backend or ("nccl" if torch.cuda.is_available() and not shares_gpu else "gloo")
     atexit.register(_end_workers)
     launched = launchers.detect(os.environ)
     if launched is None:

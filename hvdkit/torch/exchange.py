@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from hvdkit.core import layout as core_layout
-from hvdkit.core.control import Flags, joined, said_by_some
+from hvdkit.core.control import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.divergence import DivergenceCheck, next_due
@@ -333,7 +333,7 @@ class Exchange:
     def _wait_all(self) -> Flags:
         """Wait for all buckets; how many ranks say what in them."""
         found = [flags for bucket in self._buckets() if any(flags := bucket.finish())]
-        return joined(found)
+        return joined(found) if found else NO_FLAGS
 
     def _compare(self, agreed: _Agreed) -> None:
         named = divergence.own(agreed.members.living(), self.optimizer())

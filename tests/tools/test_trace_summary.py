@@ -1,6 +1,7 @@
 """What the time was spent on, on traces whose unions are known."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline.measures import common, joined, length, without
 from hvdkit.read.trace import summarize
 from hvdkit.read.trace.causes import otherwise
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
 
 
 def times(path, *events):
@@ -318,3 +321,20 @@ def test_names_from_a_file_do_not_reach_the_terminal_as_orders(tmp_path, capsys)
     out = capsys.readouterr().out
     assert "\x1b" not in out and "[bold]" in out
     assert "no steps, 1 event in t.json" in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "says"),
+    [
+        ("busy", None, ""),
+        ("small", 0.92, "the host is slower than the GPU (host-bound)"),
+        ("copies", 0.46, "data is copied between host and GPU meanwhile"),
+        ("loader", 0.11, "data is copied between host and GPU meanwhile"),  # what is loaded is ready in time
+    ],
+)
+def test_what_an_h100_waited_for(kind, share, says):
+    found = summarize([TRACES / f"h100-{kind}.json.gz"])
+    assert len(found.ranks[0].steps) == 6
+    idle = [cause for cause in found.causes if cause.kind == "idle-gpu"]
+    assert [says in cause.what for cause in found.causes] == ([] if share is None else [True])
+    assert [cause.share for cause in idle] == ([] if share is None else [pytest.approx(share, abs=0.01)])

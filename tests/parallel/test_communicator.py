@@ -1,7 +1,11 @@
 """The five collectives on real ranks, over Horovod for PyTorch and TensorFlow and over MPI: all give the same."""
 
+import contextlib
+import os
+import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,3 +141,16 @@ def test_a_process_alone_gets_what_it_gives():
     assert alone.allgather(rows, "rows")[0] is not None and (alone.allgather(rows, "rows")[0] == rows).all()
     assert (alone.allreduce(rows, "sum") == rows).all() and alone.broadcast_object("x", "object") == "x"
     assert alone.together(lambda: 3) == 3
+
+
+@on_ranks("torch", n=2)
+def test_a_reducescatter_over_gloo_leaves_the_kernel_to_size_its_buffers(hk, world):
+    """Gloo set them to the few bytes of its message, and whatever was reduced later left in parts of 2 kB."""
+    ranks_of(hk).reducescatter(rows_of(world.rank), "share")
+    sizes = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as one:
+            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
+                sizes.append(one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+    _, default, _ = map(int, Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split())
+    assert sizes and min(sizes) >= default

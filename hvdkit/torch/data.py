@@ -233,7 +233,10 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
         self._batches.position = begun.start
         if self._given_generator is None:
             self.generator = seeds.workers_generator(begun.start.epoch)
+        state = torch.get_rng_state()
         batches: Iterable[Any] = super().__iter__()
+        if begun.start.samples:  # the rest of an epoch: the workers' seed was drawn before, when the epoch began
+            torch.set_rng_state(state)
         if self.share.remainder == "exact":
             pairs = zip(batches, self._batches.plan(), strict=True)
             batches = (with_weight(contents, batch.weight, len(batch.indices)) for contents, batch in pairs)

@@ -352,6 +352,31 @@ def test_extra_is_saved_and_given_back_on_every_rank(hk, world, everyone, tmp_pa
 
 
 @on_ranks("torch", n=2)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_rest_of_an_epoch_draws_the_random_numbers_that_would_have_followed(
+    hk, world, tmp_path, monkeypatch, workers
+):
+    """Without seed_everything a DataLoader draws the seed of its workers from the program's own when a pass begins."""
+    import torch
+
+    from hvdkit.torch import seeds
+
+    monkeypatch.setattr(seeds.CURRENT, "seeds", None)
+    loader = hk.shard(torch.utils.data.TensorDataset(torch.zeros(40)), world, 4, num_workers=workers)
+    model, checkpoints = make_model(0), hk.Checkpoints(tmp_path / "run")
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.1), model)
+    rest = iter(loader)
+    next(rest)
+    step(model, optimizer, 0)
+    checkpoints.save(model, optimizer, step=1, loader=loader)
+    next(rest)
+    followed = torch.rand(3)
+    checkpoints.restore(model, optimizer, loader=loader)
+    next(iter(loader))
+    assert torch.rand(3).equal(followed)
+
+
+@on_ranks("torch", n=2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_sparse_tensor_is_saved(hk, world, tmp_path, asynchronous):
     import torch

@@ -127,7 +127,13 @@ def test_ctrl_c_ends_every_rank(tmp_path):
         "import hvdkit, pathlib, time\n"
         f"hvdkit.run(lambda: (pathlib.Path({str(tmp_path)!r}, 'begun').touch(), time.sleep(600)), 1)"
     )
-    started = subprocess.Popen([sys.executable, "-c", call], stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [sys.executable, "-c", call],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     while not (tmp_path / "begun").exists():
         assert started.poll() is None, started.communicate()
         time.sleep(0.05)

@@ -233,10 +233,9 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
         self._batches.position = begun.start
         if self._given_generator is None:
             self.generator = seeds.workers_generator(begun.start.epoch)
-        state = torch.get_rng_state()
-        batches: Iterable[Any] = super().__iter__()
-        if begun.start.samples:  # the rest of an epoch: the workers' seed was drawn before, when the epoch began
-            torch.set_rng_state(state)
+        # For the rest of an epoch the workers' seed was drawn before, when it began.
+        with torch.random.fork_rng(devices=(), enabled=begun.start.samples > 0):
+            batches: Iterable[Any] = super().__iter__()
         if self.share.remainder == "exact":
             pairs = zip(batches, self._batches.plan(), strict=True)
             batches = (with_weight(contents, batch.weight, len(batch.indices)) for contents, batch in pairs)

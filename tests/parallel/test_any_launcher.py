@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from ranks import warm
+from ranks import on_ranks, warm
 
 from hvdkit.steps import meeting, secret
 from hvdkit.steps.secret import Key
@@ -169,3 +170,16 @@ def test_a_process_ends_after_the_threads_of_its_process_group_rest():
     done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, timeout=180)
     assert (done.stdout, done.returncode) == ("20\n", 0), done.stderr
     assert "no launcher started this process" in done.stderr
+
+
+@pytest.mark.parametrize(("operations", "backend"), [("CPU", "gloo"), ("NCCL", "nccl")])
+@on_ranks("torch", n=1)
+def test_ranks_that_share_a_gpu_meet_over_gloo(hk, monkeypatch, operations, backend):
+    """NCCL refuses two ranks on one device."""
+    import torch
+
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", operations)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with mock.patch.object(torch.distributed, "init_process_group") as begun:
+        hk.init_process_group()
+    assert begun.call_args.args == (backend,)

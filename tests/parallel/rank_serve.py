@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+import pytest
 
 LONGEST_VALUE = 200
 MPI = "hvdkit.arrays.mpi"  # holds a communicator to the end of the process
@@ -56,7 +57,7 @@ class Job:
     def run(self) -> tuple[str, Any]:
         """("done", the pickled result) or ("failed", what happened)."""
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), pytest.MonkeyPatch.context() as self._monkeypatch:
                 function = getattr(module_of(Path(self._job["file"])), self._job["function"])
                 result = pickle.dumps(self._call(function, self._job["arguments"]))
             if self._job["check"]:
@@ -82,6 +83,9 @@ class Job:
     def _give_world(self) -> Any:
         self._world = self._world or self._give_hk().init()
         return self._world
+
+    def _give_monkeypatch(self) -> pytest.MonkeyPatch:
+        return self._monkeypatch
 
     def _give_everyone(self) -> Callable[[Any], list[Any]]:
         return lambda value: [pickle.loads(one) for one in self._ask("gather", pickle.dumps(value))]  # noqa: S301

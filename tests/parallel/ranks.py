@@ -375,7 +375,8 @@ def alone(framework: str, fresh: bool, wanted: bytes) -> bytes:
 
 def run_test(ranks: Ranks, item: pytest.Function, directory: Path) -> None:
     """Run a test's function on ranks; ``item.funcargs`` holds its fixtures."""
-    wanted = set(inspect.signature(item.function).parameters) - set(GIVEN)
+    # monkeypatch, too, is the rank's own: another process's would not undo there what the test has replaced.
+    wanted = set(inspect.signature(item.function).parameters) - {*GIVEN, "monkeypatch"}
     arguments = {name: value for name, value in item.funcargs.items() if name in wanted}
     told = ""
     try:

@@ -37,9 +37,10 @@ def test_ranks_over_mpi(world):
 
 @on_ranks(*ALL)
 @pytest.mark.parametrize("time", ["first", "second"])
-def test_nothing_of_a_test_is_left_to_the_next(hk, world, time):
+def test_nothing_of_a_test_is_left_to_the_next(hk, world, monkeypatch, time):
     seeds = sys.modules[f"{hk.__name__}.seeds"]
-    assert seeds.CURRENT.seeds is None and "LEFT" not in os.environ
+    assert seeds.CURRENT.seeds is None and "LEFT" not in os.environ and os.sep == "/"
+    monkeypatch.setattr(os, "sep", "replaced")
     hk.seed_everything(3, world)
     if "keras" in sys.modules:
         import keras

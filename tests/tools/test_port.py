@@ -331,6 +331,9 @@ def test_data_that_fit_trains_and_evaluates_on_stay(use: str) -> None:
             "is TensorFlow 1's",
         ),
         ("print(1)\n", "nothing that trains"),
+        (HEAD + LOOP.replace("data = ", "seed = 1; data = "), "shares its line"),
+        (HEAD + LOOP + "\fprint(1)\n", "form feeds in front of code"),
+        ((HEAD + LOOP).replace("\n", "\r"), "end in CR alone"),
         ("import torch.distributed as dist\ndist.init_process_group()\ndist.scatter(1)\n", "torch.distributed.scatter"),
     ],
 )
@@ -460,10 +463,9 @@ ODD = [
      "(data,  # all\n  sampler=None,  # none\n  batch_size=2,  # small\n  drop_last=True)  # end", """\
 -loader = DataLoader(data,  # all
 -  sampler=None,  # none
--  batch_size=2,  # small
 -  drop_last=True)  # end
 +loader = hk.shard(data, world,  # all
-+  batch_size=2, shuffle=False,  # small
++  shuffle=False,
 +  )  # end""", ""),
     ("stars", LOOP, "(data, batch_size=2)", "(data, **(small if big else {}))", """\
 -loader = DataLoader(data, **(small if big else {}))
@@ -501,19 +503,13 @@ ODD = [
 +  hk.shard( data, world , batch_size = 2, shuffle=False )  # a ;""", ""),
     ("tabs", LOOP, LAST, f"{LAST}if x:\n\tif y:\n\t\tprint(1,\n2)\n", """\
 -		print(1,
--2)
 +		if world.is_root:
-+		    print(1,
-+    2)""", ""),
++		    print(1,""", ""),
     ("elif on one line", LOOP, LAST, f"{LAST}if x > 2: print(1)\nelif x: print(2)\n", "", "shares its line"),
     ("a block behind a backslash", LOOP, LAST, f"{LAST}if x > 2: \\\n    print(1)\n", """\
 -if x > 2: \\
--    print(1)
 +if world.is_root:
-+    if x > 2: \\
-+        print(1)""", ""),
-    ("a form feed", LOOP, LAST, f"{LAST}\fprint(1)\n", "", "shares its line"),
-    ("the first statements share a line", LOOP, "data = ", "seed = 1; data = ", "", ""),
++    if x > 2: \\""", ""),
     ("no import above the data", LOOP, "data = ", '__version__ = "1"\nSIZE: int = 8\nimport os\ndata = ', "", ""),
     ("the rate changes on one line", LOOP, LAST, f"{LAST}if x: print(1); scheduler.step()\n", "", "`scheduler.step`"),
     ("the mode changes", LOOP, LAST, f"{LAST}with open('a', 'w') as f:\n    model.eval()\n", "", "calls `model.eval`"),
@@ -526,10 +522,8 @@ ODD = [
     ("a decorated function", LOOP, LAST,
      f"{LAST}@torch.no_grad()  # c\n# d\ndef f(a):\n\n    print(a,\n'b')\n\nf(1)\n", """\
 -    print(a,
--'b')
 +    if world.is_root:
-+        print(a,
-+    'b')""", ""),
++        print(a,""", ""),
     ("a text over lines", LOOP, LAST, f"{LAST}print('''a\n b''')\n", """\
 -print('''a
 +if world.is_root:
@@ -615,11 +609,11 @@ def usual_changes(content: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("base", "old", "new", "wanted", "why"), [pytest.param(*row, id=name) for name, *row in ODD])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["lf", "crlf", "cr"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
 def test_an_odd_script_changes_where_it_must_and_nowhere_else(
     base: str, old: str, new: str, wanted: str, why: str, end: str
 ) -> None:
-    head = "\ufeff\f'''Größe'''\n" + HEAD * (base is LOOP) + "from tqdm import tqdm, trange\n"
+    head = "\ufeff\f\n'''Größe'''\n" + HEAD * (base is LOOP) + "from tqdm import tqdm, trange\n"
     assert old in base
     content = (head + base.replace(old, new, 1)).replace("\n", end)
     found, usual = ported(content), usual_changes(head + base)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEEDS = ("click", "msgspec", "numpy", "rich", "markdown-it-py", "mdurl", "Pygments")
+NEEDS = ("click", "libcst", "msgspec", "numpy", "pyyaml", "rich", "markdown-it-py", "mdurl", "Pygments")
 """What installing hvdkit brings, and nothing else."""
 EVERY_HELP = """
 import click

@@ -1,42 +1,24 @@
-"""A script's text, and changes to it that are collected by piece and made at once; all else stays byte for byte."""
+"""A script's text, and changes to it that are collected by node and made at once; all else stays byte for byte."""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
-from itertools import groupby
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import ByteSpanPositionProvider, CodeSpan, MetadataWrapper
 
 from hvdkit.prepare.check.source import decoded, parsed, read_script
 
-Change = Callable[[str], str]
-"""Makes the new text of a piece, from its text in which all that lies within has changed."""
-_NOTHING = re.compile(r"[ \t\f]*(#.*)?$")
-"""A line without code."""
-MISFITS = (SyntaxError, tokenize.TokenError)
+MISFITS = (SyntaxError, cst.ParserSyntaxError)
 """What is raised where changes do not fit the text."""
-_BETWEEN = re.compile(rb"(\s|\\[\r\n]|#[^\r\n]*)*")
-"""What may stand between two parts of an expression."""
-_MOVED = re.compile("\0(\\d+) (\\d+)\0")
-"""In new code: here stands this piece of the old text, with what changes in it."""
-_Placed = ast.expr | ast.stmt | ast.keyword
-
-
-class Piece(NamedTuple):
-    """A piece of the text: bytes of UTF-8, and which of several of the same bytes holds the others."""
-
-    start: int
-    end: int
-    level: int = 0
-
-
-_Asked = dict[Piece | ast.AST, dict[str, list[Any]]]
-"""By piece, call, import or statement what is asked of it."""
+OLD = "__"
+"""In new code for an expression: here stands the old one."""
+_MOVED = re.compile(r"__(\d+)_(\d+)__")
+"""In new code: here stands the expression between these bytes, with what changes in it."""
 
 
 class ScriptText:
@@ -45,95 +27,80 @@ class ScriptText:
     Attributes:
         content: as it was read, in its own encoding.
         tree: what ``check`` reads.
+        is_whole: LibCST, which makes the changes, gives the text back as it is; it drops form feeds in front of code.
     """
 
     def __init__(self, path: str, content: bytes, tree: ast.Module) -> None:
         self.path, self.content, self.tree = path, content, tree
         text, self.encoding = decoded(content)
-        self.data = text.encode()
-        self.newline = next(iter(re.findall(r"\r\n|\r|\n", text)), "\n")
-        self.starts = [0, *(one.end() for one in re.finditer(rb"\r\n|\r|\n", self.data))]
+        try:
+            self.module = cst.parse_module(text)
+        except cst.ParserSyntaxError:  # what only Python's own parser knows
+            self.module = cst.Module([])
+        self.is_whole = self.module.code == text
+        self._data = text.encode()
+        self._starts = [0, *(end.end() for end in re.finditer(rb"\r\n|\r|\n", self._data))]
         self._blocks: dict[ast.AST, list[ast.stmt]] = {}
         for node in ast.walk(tree):
             for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
                 if isinstance(block, list):
                     self._blocks |= dict.fromkeys(block, block)
 
+    @cached_property
+    def _nodes(self) -> dict[tuple[int, int], cst.CSTNode]:
+        """By first and last byte the expressions, and the statements that share their lines with no other."""
+        spans: dict[cst.CSTNode, CodeSpan] = dict(
+            MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(ByteSpanPositionProvider)
+        )
+        found: dict[tuple[int, int], cst.CSTNode] = {}
+        for node, span in spans.items():
+            first = last = span
+            if isinstance(node, (cst.Tuple, cst.GeneratorExp)) and node.lpar:  # to ``ast`` these hold their brackets
+                first, last = spans[node.lpar[-1]], spans[node.rpar[0]]
+            if isinstance(node, cst.BaseExpression):
+                found.setdefault((first.start, last.start + last.length), node)
+            elif isinstance(node, (cst.Module, cst.IndentedBlock)):
+                for statement in node.body:
+                    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) == 1:
+                        found[spans[statement].start, -1] = statement
+        return found
+
+    def node(self, node: ast.expr | ast.stmt) -> cst.CSTNode | None:
+        """LibCST's node of an expression, or of a statement that stands alone."""
+        start, end = self.span(node)
+        return self._nodes.get((start, -1 if isinstance(node, ast.stmt) else end))
+
+    def between(self, start: int, end: int) -> cst.CSTNode:
+        """The expression between two bytes."""
+        return self._nodes[start, end]
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """Where a node begins and ends, in bytes of UTF-8."""
+        end = self._starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        return self._starts[node.lineno - 1] + node.col_offset, end
+
     def block(self, statement: ast.AST) -> list[ast.stmt]:
         """The statements among which one stands."""
         return self._blocks.get(statement, [])
 
-    def piece(self, node: _Placed) -> Piece:
-        """Where a node is."""
-        end = self.starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        return Piece(self.starts[node.lineno - 1] + node.col_offset, end)
-
-    def lines(self, first: int, after: int) -> str:
-        """The text of lines that are counted from 1, up to one."""
-        ends = [*self.starts, len(self.data)]
-        return self.data[self.starts[first - 1] : ends[after - 1]].decode()
-
     def source(self, node: ast.AST) -> str:
         """The text of an expression, as the owner wrote it, on one line."""
-        start, end, _ = self.piece(node) if isinstance(node, ast.expr) else Piece(0, 0)
-        written = self.data[start:end].decode()
+        start, end = self.span(node) if isinstance(node, ast.expr) else (0, 0)
+        written = self._data[start:end].decode()
         return written if written and "\n" not in written and "\r" not in written else ast.unparse(node)
 
     def moved(self, node: ast.expr) -> str:
-        """What stands in new code for the text of an expression, and for all that changes in it."""
-        start, end, _ = self.piece(node)
+        """What stands in new code for an expression, and for all that changes in it."""
+        start, end = self.span(node)
         try:
-            alone = len(parsed(self.data[start:end], self.path).body) == 1
+            alone = len(parsed(self._data[start:end], self.path).body) == 1
         except SyntaxError:
             alone = False
-        return f"\0{start} {end}\0" if alone else f"(\0{start} {end}\0)"  # which goes on over lines in brackets
-
-    def argument(self, whole: ast.Call, node: _Placed) -> Piece:
-        """Where an argument of a call is, with the parentheses around it."""
-        start, end, _ = self.piece(node)
-        beside: list[_Placed] = [whole.func, *whole.args, *whole.keywords]
-        before = max(end_of for part in beside if (end_of := self.piece(part).end) <= start)
-        gap = re.sub(rb"#[^\r\n]*", lambda comment: b" " * len(comment.group()), self.data[before:start])
-        opened = [before + one.start() for one in re.finditer(rb"\(", gap)]
-        while opened and (closed := self.over(end, b")")) != end and closed < self.piece(whole).end:
-            start, end = opened.pop(), closed
-        return Piece(start, end)
-
-    def over(self, position: int, marks: bytes) -> int:
-        """Behind one of these marks, where it is the next after a position, over comments and ends of lines."""
-        found = _BETWEEN.match(self.data, position)
-        at = found.end() if found else position
-        return at + 1 if at < len(self.data) and self.data[at : at + 1] in marks else position
-
-    def line(self, position: int) -> int:
-        """The line of a place, counted from 1."""
-        return bisect_right(self.starts, position)
-
-    def own_lines(self, start: int, end: int) -> Piece | None:
-        """The lines on which nothing else stands than this piece and a comment; None where something does."""
-        line = self.line(start)
-        first, after = self.starts[line - 1], [*self.starts, len(self.data)][self.line(end - 1)]
-        continued = line > 1 and re.fullmatch(rb"[^#]*\\\s*", self.data[self.starts[line - 2] : first])
-        rest = re.fullmatch(rb"\s*(#.*)?\s*", self.data[end:after])
-        return None if continued or self.data[first:start].strip(b" \t") or not rest else Piece(first, after)
+        return f"__{start}_{end}__" if alone else f"(__{start}_{end}__)"  # which goes on over lines in brackets
 
     def stands_alone(self, statement: ast.AST) -> bool:
         """Whether a statement shares its lines with no other, so that code can be put above and below it."""
-        if not isinstance(statement, ast.stmt) or statement not in self._blocks:
-            return False
-        start, end, _ = self.piece(statement)
-        goes_on = isinstance(statement, ast.If) and self.data.startswith(b"elif", start)
-        return not goes_on and self.own_lines(start, self.over(end, b";")) is not None
-
-    @cached_property
-    def unit(self) -> str:
-        """By what the script's first block is indented."""
-        for node in (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt)):
-            first: ast.AST | None = next(iter(getattr(node, "body", None) or []), None)
-            if isinstance(first, ast.stmt) and first.lineno > node.lineno and self.stands_alone(first):
-                line = self.data[self.starts[first.lineno - 1] :]
-                return line[node.col_offset : first.col_offset].decode()
-        return "    "
+        return isinstance(statement, ast.stmt) and self.node(statement) is not None
 
 
 def read(path: str) -> ScriptText:
@@ -146,275 +113,180 @@ def read(path: str) -> ScriptText:
     return ScriptText(path, script.content, script.tree)
 
 
-class Edits:
+class Edits(cst.CSTTransformer):
     """The changes of one script.
 
     Attributes:
-        asked: of what, how and with what, each once, in order.
+        asked: of what node, how and with what, each once, in order: two calls of ``fit`` may ask for the same of their
+            data set. Of an expression "change" (new code, which says ``__`` for the old one); of a list "begin" (one
+            more element); of a call "rename" (argument's place, keyword, "" for none, and another value or None),
+            "drop" (place) and "add" (place or None for the end, keyword, value); of a statement code "before" it and
+            its comments, "first" of all that is before it, or "after" it; "swap" it for code, under its comments;
+            "remove" it, with the comments directly above it; "unwrap" the block of a ``with``; "guard" it by a
+            condition.
     """
 
     def __init__(self, text: ScriptText) -> None:
+        super().__init__()
         self.text = text
-        self.asked: dict[tuple[Piece | ast.AST, str, Any], None] = {}
-
-    def change(self, piece: Piece, make: Change) -> None:
-        """Make another text of a piece, once: two calls of ``fit`` may ask for the same of their data set."""
-        self.asked[piece, "change", make] = None
-
-    def add(self, call: ast.Call, argument: str, place: int | None = None) -> None:
-        """Give a call one more argument, at the end or at a place further up."""
-        self.asked[call, "add", (place, argument)] = None
-
-    def drop(self, call: ast.Call, gone: Sequence[ast.AST]) -> None:
-        """Take some of the arguments of a call out."""
-        self.asked |= {(call, "drop", one): None for one in gone}
-
-    def edit(self, how: str, statement: ast.stmt, code: str = "") -> None:
-        """Change a statement as a whole.
-
-        Args:
-            how: insert code "before" it and its comments, "first" of all that is before it, or "after" it; "swap" it
-                for code, under its comments;
-                "remove" it, with the comments directly above it; "unwrap" the block of a ``with``; "guard" it by a
-                condition.
-        """
-        if how == "unwrap" and isinstance(statement, ast.With):
-            header = self._header(statement)
-            self.change(header, to(""))
-            if header.end == self.text.piece(statement.body[0]).start:  # all of it on one line
-                return
-        self.asked[statement, how, code] = None
-
-    def made(self) -> bytes:
-        """The script with all changes."""
-        text = self.text
-        asked: _Asked = {}
-        for at, how, what in self.asked:
-            asked.setdefault(at, {}).setdefault(how, []).append(what)
-        changes: dict[Piece, list[Change]] = {}
-        for at, hows in asked.items():
-            if isinstance(at, Piece):
-                changes.setdefault(at, []).extend(hows["change"])
-            elif isinstance(at, ast.Call):
-                for piece, change in self._arguments(at, hows.get("drop", []), hows.get("add", [])):
-                    changes.setdefault(piece, []).append(change)
-            elif isinstance(at, ast.stmt):
-                first = self._first_line(at)
-                end = [*text.starts, len(text.data)][at.end_lineno or at.lineno]
-                changes[Piece(text.starts[first - 1], end, 2)] = [self._around(at, first, asked)]
-        order = sorted(changes, key=lambda one: (one.start, one.start != one.end, -one.end, -one.level))
-
-        def rendered(piece: Piece, inside: list[Piece]) -> str:
-            """The text of a piece, from the inside out."""
-            made, at = "", piece.start
-            while inside:
-                child, within = inside.pop(0), []
-                while inside and inside[0].start < child.end:
-                    within.append(inside.pop(0))
-                made += text.data[at : child.start].decode() + rendered(child, within)
-                at = child.end
-            made += text.data[at : piece.end].decode()
-            for change in changes.get(piece, ()):
-                made = change(made)
-            return _MOVED.sub(lambda found: moved(int(found[1]), int(found[2])), made)
-
-        def moved(start: int, end: int) -> str:
-            """The text of an expression that stands elsewhere now, without what is asked of its old place."""
-            inside = [one for one in order if start <= one.start < end and start < one.end <= end]
-            return rendered(
-                Piece(start, end, 3), [piece for piece in inside if piece[:2] != (start, end) or not piece.level]
-            )
-
-        return rendered(Piece(0, len(text.data), 3), [*order]).encode(text.encoding)
+        self.asked: dict[tuple[cst.CSTNode, str, Any], None] = {}
+        self._of: dict[cst.CSTNode, dict[str, list[Any]]] = {}
 
     def parsed(self) -> ScriptText:
         """The script with all changes, read again; raises one of ``MISFITS`` where it would be no Python."""
-        content = self.made()
+        self._of = {}
+        for node, how, what in self.asked:
+            self._of.setdefault(node, {}).setdefault(how, []).append(what)
+        content = self.text.module.visit(self).code.encode(self.text.encoding)
         tree = parsed(content, self.text.path)
         compile(tree, self.text.path, "exec", dont_inherit=True)
         return ScriptText(self.text.path, content, tree)
 
-    def _arguments(
-        self, call: ast.Call, gone: list[ast.AST], added: list[tuple[int | None, str]]
-    ) -> Iterator[tuple[Piece, Change]]:
-        """The pieces of a call that go, and those that come."""
-        text = self.text
-        given: list[_Placed] = [*call.args, *call.keywords]
-        given.sort(key=lambda one: (one.lineno, one.col_offset))
-        pieces = [text.argument(call, value) for value in given]
-        kept = [place for place, one in enumerate(given) if one not in gone]
-        for stays, run in groupby(range(len(given)), lambda place: place in kept):
-            if not stays:
-                places = [*run]
-                yield self._run(pieces, places[0], places[-1], bool(kept)), to("")
-        for place, code in added:
-            before = [index for index in kept if place is None or index < place]
-            if not before:
-                end = text.piece(call).end - 1
-                yield Piece(end, end), _adding(code)
-                continue
-            start, end, _ = pieces[before[-1]]
-            comma = text.over(end, b",")
-            lines = text.own_lines(start, comma)
-            if comma != end and lines and before[-1] == len(given) - 1:  # one argument a line
-                indent = text.data[lines.start : start].decode()
-                yield Piece(lines.end, lines.end), _adding(f"{indent}{code},{text.newline}")
-            else:
-                yield Piece(end, end), _adding(f", {code}")
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
+        """LibCST's: what a node becomes, once all that lies within has changed."""
+        made: Any = updated_node
+        asked = self._of.get(original_node, {})
+        if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
+            return self._block(original_node, made)
+        if isinstance(made, cst.Call) and asked:
+            made = self._call(made, asked)
+        for code in asked.get("begin", ()):
+            more: Any = cst.Element(self._expression(code))
+            if made.elements:  # a comment in front of the first one stays there
+                space = made.lbracket.whitespace_after
+                space = cst.SimpleWhitespace(" ") if space.empty else space
+                more = more.with_changes(comma=cst.Comma(whitespace_after=space))
+                made = made.with_changes(lbracket=cst.LeftSquareBracket())
+            made = made.with_changes(elements=[more, *made.elements])
+        for code in asked.get("change", ()):
+            made = self._expression(code, made)
+        return made
 
-    def _run(self, pieces: list[Piece], first: int, last: int, some_stay: bool) -> Piece:
-        """What goes with the arguments from one to another, so that a comment stays with its argument."""
-        text, start, end = self.text, pieces[first].start, pieces[last].end
-        comma = text.over(end, b",")
-        if not some_stay:
-            return Piece(start, comma)
-        if lines := text.own_lines(start, comma):
-            return lines
-        before = pieces[first - 1].end if first else start
-        if last + 1 < len(pieces):
-            beside = first and not re.search(rb"[\r\n]", text.data[before:start])
-            return Piece(text.over(before, b","), comma) if beside else Piece(start, pieces[last + 1].start)
-        return Piece(start, comma) if b"#" in text.data[before:start] else Piece(before, end)
+    # Expressions ------------------------------------------------------------------------------------------------------
+
+    def _expression(self, code: str, old: cst.BaseExpression | None = None) -> Any:
+        """New code, in the brackets of the old expression."""
+        made: Any = cst.parse_expression(code).visit(_Filling(self, old))
+        if old is None or isinstance(old, (cst.Tuple, cst.GeneratorExp)):
+            return made
+        return made.with_changes(lpar=[*old.lpar, *made.lpar], rpar=[*made.rpar, *old.rpar])
+
+    def _call(self, call: cst.Call, asked: dict[str, list[Any]]) -> cst.Call:
+        """Other arguments; a comment stays with its argument."""
+        given: list[cst.Arg | None] = [*call.args]
+        for place, keyword, value in asked.get("rename", ()):
+            old = call.args[place]
+            equal = old.equal if old.keyword else cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            given[place] = old.with_changes(
+                keyword=cst.Name(keyword) if keyword else None,
+                equal=equal if keyword else cst.MaybeSentinel.DEFAULT,
+                value=old.value if value is None else self._expression(value),
+            )
+        for place in asked.get("drop", ()):
+            given[place] = None
+        left = [one for one in given if one is not None]
+        if left and given[-1] is None and not getattr(getattr(_space(left[-1]), "first_line", None), "comment", None):
+            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        start = call.whitespace_before_args if left or asked.get("add") else cst.SimpleWhitespace("")
+        for place, keyword, value in asked.get("add", ()):
+            made = cst.Arg(self._expression(value), cst.Name(keyword) if keyword else None,
+                           equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")) if keyword
+                           else cst.MaybeSentinel.DEFAULT)  # fmt: skip
+            at = len(left) if place is None else sum(one is not None for one in given[:place])
+            if at:
+                before, gap = left[at - 1], _space(left[at - 1])
+                made = made.with_changes(comma=before.comma, whitespace_after_arg=before.whitespace_after_arg)
+                after: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
+                lead = _space(left[at - 2]) if at > 1 else start
+                if at == len(left) and isinstance(gap, cst.ParenthesizedWhitespace) and isinstance(lead, type(gap)):
+                    # One argument a line.
+                    after = gap.with_changes(indent=lead.indent, last_line=lead.last_line)
+                    plain = gap.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
+                    made = made.with_changes(comma=cst.Comma(whitespace_after=plain))
+                left[at - 1] = before.with_changes(
+                    comma=cst.Comma(whitespace_after=after), whitespace_after_arg=cst.SimpleWhitespace("")
+                )
+            elif left:
+                made = made.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+            left.insert(at, made)
+        return call.with_changes(args=left, whitespace_before_args=start)
 
     # Statements -------------------------------------------------------------------------------------------------------
 
-    def _first_line(self, statement: ast.stmt) -> int:
-        """The first line of a statement, its decorators and the comments and empty lines above it."""
-        line = _start(statement)
-        beside = self.text.block(statement)
-        if statement is self.text.tree.body[0]:  # what is above it is about the whole script
-            return line
-        at = beside.index(statement)
-        above = (beside[at - 1].end_lineno or 0) + 1 if at else 1
-        while line > above:
-            previous = self.text.lines(line - 1, line).rstrip("\r\n")
-            deeper = len(previous) - len(previous.lstrip()) > statement.col_offset
-            if not _NOTHING.match(previous) or (deeper and previous.strip()):
-                break
-            line -= 1
-        return line
+    def _block(self, block: cst.Module | cst.IndentedBlock, made: Any) -> Any:
+        """A block whose statements have more beside them, or others in their place."""
+        body: list[Any] = []
+        above: list[cst.EmptyLine] = []  # what statements that are gone leave: lines that are not about them
+        for old, now in zip(block.body, made.body, strict=True):
+            asked = self._of.get(old, {})
+            above += now.leading_lines
+            head = self._statements(*asked.get("first", ()), *asked.get("before", ()))
+            new: list[Any] = [now.with_changes(leading_lines=[])]
+            below: list[cst.EmptyLine] = []
+            if "remove" in asked:
+                new = []
+                while above and above[-1].comment:
+                    above.pop()
+            elif "unwrap" in asked:
+                new, below = [*now.body.body], [*getattr(now.body, "footer", ())]
+                if isinstance(now.body, cst.SimpleStatementSuite):
+                    new = [cst.SimpleStatementLine(new, trailing_whitespace=now.body.trailing_whitespace)]
+            elif "swap" in asked:
+                new = self._statements(asked["swap"][-1])
+                if isinstance(now, cst.SimpleStatementLine):
+                    new[-1] = new[-1].with_changes(trailing_whitespace=now.trailing_whitespace)
+            elif "guard" in asked:
+                new = [cst.If(cst.parse_expression(asked["guard"][0]), cst.IndentedBlock(new))]
+            if head and old is not self.text.module.body[0]:  # what is above that is about the whole script
+                body += head
+                head = []
+            new = [*head, *new, *self._statements(*asked.get("after", ()))]
+            if new:
+                new[0] = new[0].with_changes(leading_lines=[*above, *new[0].leading_lines])
+                above = []
+            body += new
+            above += below
+        return made.with_changes(body=body, footer=[*above, *made.footer])
 
-    def _around(self, statement: ast.stmt, first: int, asked: _Asked) -> Change:
-        """What to do with the lines of a statement and of what is above it."""
-        text, how = self.text, asked[statement]
-        start = _start(statement)
-        above = text.lines(first, start)
-        indent = re.sub(r"[^ \t].*", "", text.lines(statement.lineno, statement.lineno + 1), flags=re.DOTALL)
-        beside = text.block(statement)
-
-        def lines(*codes: str) -> str:
-            unit, newline = text.unit, text.newline
-            found = [line for code in codes for line in code.split("\n")]
-            found = [re.sub("^( {4})+", lambda spaces: unit * (len(spaces.group()) // 4), line) for line in found]
-            return "".join(f"{indent}{line}{newline}" if line else newline for line in found)
-
-        def make(old: str) -> str:
-            head = lines(*how.get("first", ()), *how.get("before", ()))
-            tail = lines(*how.get("after", ()))
-            lead, middle = above, old[len(above) :]
-            if "remove" in how:
-                kept = _lines(lead)
-                while kept and kept[-1].strip():  # a comment on what is gone
-                    kept.pop()
-                gone = all(set(asked.get(statement, {})) == {"remove"} for statement in beside)
-                last = lines("pass") if gone and statement is beside[-1] else ""
-                return "".join([*kept, head, tail, last])
-            if "unwrap" in how:
-                inside: ast.stmt = getattr(statement, "body", [statement])[0]
-                width = inside.col_offset - statement.col_offset  # further to the left, as far as a line can go
-                middle = _reindented(middle, lambda line: line[min(width, len(line) - len(line.lstrip(" \t"))) :])
-            elif "swap" in how:
-                end = self.text.piece(statement).end
-                rest = text.data[end : [*text.starts, len(text.data)][statement.end_lineno or 0]].decode()
-                simple = not hasattr(statement, "body")
-                new = lines(*how["swap"][-1:])
-                middle = new.removesuffix(text.newline) + rest if simple else new
-            elif "guard" in how:
-                # By tabs or blanks in front of those that a line shares with its block, or behind them.
-                inner = _reindented(middle, lambda line: re.sub(f"^({indent})?", rf"\g<0>{text.unit}", line))
-                middle = f"{indent}if {how['guard'][0]}:{text.newline}{inner}"
-            if tail and not middle.endswith(("\n", "\r")):  # the last line of the script
-                return f"{head}{lead}{middle}{text.newline}{tail}".removesuffix(text.newline)
-            return f"{head}{lead}{middle}{tail}"
-
-        return make
-
-    def _header(self, statement: ast.With) -> Piece:
-        """``with ...:``, with its lines where the block begins on another."""
-        text, item, inside = self.text, statement.items[-1], statement.body[0]
-        end = text.piece(item.optional_vars or item.context_expr).end
-        while (further := text.over(end, b"),:")) != end:
-            end = further
-        if _start(inside) == text.line(end):
-            return Piece(text.piece(statement).start, text.piece(inside).start)
-        return Piece(text.starts[statement.lineno - 1], text.starts[text.line(end)])
+    def _statements(self, *codes: str) -> list[Any]:
+        """New statements."""
+        found: list[Any] = []
+        for code in codes:
+            module = cst.ensure_type(cst.parse_module(code).visit(_Filling(self, None)), cst.Module)
+            first, *others = module.body
+            found += [first.with_changes(leading_lines=[*module.header, *first.leading_lines]), *others]
+        return found
 
 
-def _lines(code: str) -> list[str]:
-    """The lines of a text, as Python counts them, with their ends."""
-    return [one for one in re.split(r"(?<=\n)|(?<=\r)(?!\n)", code) if one]
+class _Filling(cst.CSTTransformer):
+    """Puts old expressions into new code."""
+
+    def __init__(self, edits: Edits, old: cst.BaseExpression | None) -> None:
+        super().__init__()
+        self._edits, self._old = edits, old
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:  # noqa: N802
+        """LibCST's."""
+        found: Any = self._old if original_node.value == OLD else None
+        if moved := _MOVED.fullmatch(original_node.value):
+            found = self._edits.text.between(int(moved[1]), int(moved[2])).visit(self._edits)
+        if found is None or isinstance(found, (cst.Tuple, cst.GeneratorExp)):
+            return found or updated_node
+        return found.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
 
 
-def _reindented(code: str, make: Change) -> str:
-    """Lines of code under another indentation; empty ones, and those that begin within a text, stay."""
-    inside: set[int] = set()
-    begun: list[int] = []
-    for token in tokenize.generate_tokens(io.StringIO("if 1:\n" + re.sub(r"\r\n?", "\n", code)).readline):
-        kind = tokenize.tok_name[token.type]
-        if kind == "FSTRING_START":
-            begun.append(token.start[0])
-        elif kind in ("STRING", "FSTRING_END"):
-            inside |= set(range((begun.pop() if kind == "FSTRING_END" else token.start[0]) + 1, token.end[0] + 1))
-    lines = enumerate(_lines(code), 2)
-    return "".join(make(one) if one.strip() and at not in inside else one for at, one in lines)
-
-
-def _start(statement: ast.stmt) -> int:
-    """The first line of a statement or of its decorators."""
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(one.lineno for one in decorators)])
-
-
-# Expressions: the functions are cached, so that the same change is the same object ------------------------------------
-
-
-@cache
-def to(code: str) -> Change:
-    """Another text in the place of this one."""
-    return lambda _: code
-
-
-@cache
-def around(template: str) -> Change:
-    """An expression that holds this one where ``template`` says ``__``."""
-    return lambda old: template.replace("__", old)
+def _space(argument: cst.Arg) -> cst.BaseParenthesizableWhitespace:
+    """What stands behind the comma of an argument."""
+    return argument.comma.whitespace_after if isinstance(argument.comma, cst.Comma) else cst.SimpleWhitespace("")
 
 
 def starred(node: ast.expr) -> str:
     """``__``, for what a star is put in front of; in brackets where that needs them."""
     closed = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple, ast.Dict)
-    return "__" if isinstance(node, closed) else "(__)"
+    return OLD if isinstance(node, closed) else f"({OLD})"
 
 
-@cache
-def with_first(code: str) -> Change:
-    """A list with one more element in front of all that it has."""
-    return lambda old: f"[{code}" + (" " if old[1] not in "] \t\r\n" else "") + old[1:]
-
-
-@cache
-def as_keyword(name: str, value: str | None = None, had: bool = False) -> Change:
-    """An argument under this name, "" for none; with another value. ``had``: whether it had a name."""
-
-    def make(old: str) -> str:
-        equal, given = "=", old
-        if had:
-            _, equal, given = re.split(r"(\s*=\s*)", old, maxsplit=1)
-        return (f"{name}{equal}" if name else "") + (given if value is None else value)
-
-    return make
-
-
-@cache
-def _adding(code: str) -> Change:
-    return lambda old: old + code
+def places(call: ast.Call) -> Sequence[ast.expr | ast.keyword]:
+    """The arguments of a call in the order of the text."""
+    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    return sorted(given, key=lambda one: (one.lineno, one.col_offset))

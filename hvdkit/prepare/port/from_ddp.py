@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 
 from hvdkit.prepare.check.calls import argument, has_stars, receiver
 from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single
-from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _DIST = "torch.distributed."
@@ -47,8 +45,8 @@ def port(plan: PortPlan) -> None:
     plan.each(_message, [event for event in case.events if case.name(event.node).startswith(_DIST)])
     plan.each(_sampler, [event for event in case.events if case.name(event.node) in SAMPLERS])
     for event in case.methods("no_sync"):
-        with plan.sure(event.node):
-            plan.change(event.node, to(f"{plan.hk}.no_sync({plan.moved(receiver(event.node))})"))
+        with plan.sure():
+            plan.change(event.node, f"{plan.hk}.no_sync({plan.moved(receiver(event.node))})")
     plan.replace_numbers(_DIST)
 
 
@@ -88,10 +86,10 @@ def _unwrap(plan: PortPlan, wraps: list[Event]) -> dict[str, str]:
         if name == inner:
             plan.edit("remove", home)
         else:
-            plan.change(call, to(plan.moved(model)))
+            plan.change(call, plan.moved(model))
         for node in plan.case.nodes:
             if isinstance(node, ast.Attribute) and node.attr == "module" and call in plan.case.calls(node.value):
-                plan.change(node, lambda old: re.sub(r"\s*\.\s*module$", "", old))
+                plan.change(node, plan.moved(node.value))
     if not found:
         raise Unsure(1, "no DistributedDataParallel is made in this text", f"{hk}.distribute(optimizer, model)")
     return found
@@ -128,7 +126,7 @@ def _message(plan: PortPlan, event: Event) -> None:
     if last == "destroy_process_group":
         plan.edit("remove", plan.alone(call))
     elif last == "barrier":
-        plan.change(call, to(f"{plan.use_horovod()}.barrier()"))
+        plan.change(call, f"{plan.use_horovod()}.barrier()")
     elif last in ("all_reduce", "broadcast"):
         odd = [keyword.arg for keyword in call.keywords if keyword.arg not in ("op", "tensor", "src")]
         if odd or not call.args or has_stars(call):
@@ -144,7 +142,7 @@ def _message(plan: PortPlan, event: Event) -> None:
                 write = f"{hvd}.allreduce_(x, op={hvd}.Sum)"
                 raise Unsure(call, "which operation it does the text does not show", write)
             done = f"allreduce_({given}, op={hvd}.{_OPERATIONS[word]})"
-        plan.change(call, to(f"{hvd}.{done}"))
+        plan.change(call, f"{hvd}.{done}")
 
 
 def _sampler(plan: PortPlan, event: Event) -> None:

@@ -19,7 +19,6 @@ from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import keras_2
-from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _BINDINGS = {f"horovod.{one}": one for one in ("torch", "keras", "tensorflow")} | {"horovod.tensorflow.keras": "keras"}
@@ -91,8 +90,8 @@ def _words(plan: PortPlan, call: ast.Call, names: dict[str, str]) -> None:
                              "give each its own: hvdkit takes words, Horovod its constants")  # fmt: skip
     for node, word in found.items():
         if isinstance(node, ast.expr):
-            plan.change(node, to(word))
-    plan.change(call.func, to(f"{plan.hk}.distribute"))
+            plan.change(node, word)
+    plan.change(call.func, f"{plan.hk}.distribute")
     for one in call.keywords:
         if one.arg in names:
             plan.rename(one.value, names[one.arg])
@@ -169,7 +168,7 @@ def _broadcasts(plan: PortPlan) -> None:
     for call, name in names.items():
         if name not in _SENT or call in done:
             continue
-        with plan.sure(call):
+        with plan.sure():
             statement = plan.alone(call)
             beside = plan.text.block(statement)
             below = beside[beside.index(statement) + 1 :][:1]
@@ -208,14 +207,14 @@ def _broadcast(plan: PortPlan, sent: dict[str, ast.Call]) -> str:
 
 
 def _tensorflow(plan: PortPlan) -> None:
-    with plan.sure(1):
+    with plan.sure():
         _pin(plan)
     plan.each(_distribute, plan.of("horovod.", Role.DISTRIBUTE))
     plan.each(_callback, plan.of("horovod.", Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP))
     for event in plan.of("horovod.", Role.LOAD_MODEL):
         plan.leave(event.node, "Horovod's load_model wraps Keras 2's optimizers",
             f"model = keras.models.load_model(path); {plan.hk}.distribute(model.optimizer)")  # fmt: skip
-    with plan.sure(1):
+    with plan.sure():
         _broadcast_variables(plan)
 
 
@@ -287,9 +286,9 @@ def _callback(plan: PortPlan, event: Event) -> None:
     if role == Role.BROADCAST_CALLBACK:
         root = argument(call, "root_rank", 0)
         given = "" if root is None or is_constant(root, 0) else plan.moved(root)
-        plan.change(call, to(f"{plan.hk}.BroadcastState({given})"))
+        plan.change(call, f"{plan.hk}.BroadcastState({given})")
     elif role == Role.AVERAGE_CALLBACK:
-        plan.change(call, to(f"{plan.hk}.AverageMetrics({plan.use_world(call)})"))
+        plan.change(call, f"{plan.hk}.AverageMetrics({plan.use_world(call)})")
     else:
         _rate(plan, call)
 
@@ -309,7 +308,7 @@ def _rate(plan: PortPlan, call: ast.Call) -> None:
         value = argument(call, one, place)
         if value is not None and not is_constant(value, None):
             given.append(f"{one.removeprefix('warmup_')}={plan.moved(value)}")
-    plan.change(call, to(f"{plan.hk}.{name}({', '.join(given)})"))
+    plan.change(call, f"{plan.hk}.{name}({', '.join(given)})")
     plan.notes.append(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
 
 

@@ -10,7 +10,7 @@ from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_consta
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import keras_2, on_root, seeds
-from hvdkit.prepare.port.edits import around, starred, to, with_first
+from hvdkit.prepare.port.edits import starred
 from hvdkit.prepare.port.plan import PortPlan, Unsure, is_text
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "Adagrad": "0.01", "RMSprop": "0.01",
@@ -60,12 +60,12 @@ def _start(plan: PortPlan, first: Event) -> None:
     else:
         body, last = plan.text.tree.body, plan.last_import()
         below = body if last is None else body[body.index(last) + 1 :]
-        begins = [one for one in below if not is_text(one) and one.col_offset == 0]  # in front on its line
+        begins = [one for one in below if not is_text(one)]
         if not begins:
             raise Unsure(first.node, "the text does not show where the script begins", "call hk.init() first")
-        start, code = begins[0], f"\n{code}"
+        start, code = plan.statement(begins[0]), f"\n{code}"
     plan.start = start
-    plan.edits.edit("before", start, "\n".join([code, *seeds.same_data(plan, start)]))
+    plan.edit("before", start, "\n".join([code, *seeds.same_data(plan, start)]))
 
 
 def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
@@ -84,7 +84,7 @@ def _torch(plan: PortPlan) -> None:
     case = plan.case
     made = [event for event in case.optimizers if event.reached]
     for event in made[:1]:
-        with plan.sure(event.node):
+        with plan.sure():
             home = plan.assigned(event.node)
             if home is not None:
                 seeds.of_each_rank(plan, plan.first_step(home, event) or home)
@@ -120,7 +120,7 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
         if isinstance(group, ast.Dict):
             for key, value in zip(group.keys, group.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value == "lr":
-                    plan.change(value, around(scaled.format("__")))
+                    plan.change(value, scaled.format("__"))
     plan.scale(call, rate, default, "lr", scaled)
     model = models.pop()
     plan.distribute(home, event, model, f"{hk}.sync_batch_norm({model})\n" if _normalizes(plan, call, model) else "")
@@ -219,7 +219,7 @@ def _loader(plan: PortPlan, event: Event) -> None:
     if not seeded.issuperset(drawn) and not case.fixed_seed([given]):
         raise Unsure(call, "the data are split at random, on each rank in another way", "torch.manual_seed(0) before")
     stars = [keyword for keyword in call.keywords if keyword.arg is None]
-    plan.change(call.func, to(f"{hk}.shard"))
+    plan.change(call.func, f"{hk}.shard")
     if len(call.args) == 3:
         plan.rename(call.args[2], "shuffle")
     drops = [
@@ -234,7 +234,7 @@ def _loader(plan: PortPlan, event: Event) -> None:
         if not shuffles and not ordered:
             plan.add(call, "False", "shuffle")
     elif not shuffles:
-        plan.change(stars[0].value, around(f'{{"shuffle": False, **{starred(stars[0].value)}}}'))
+        plan.change(stars[0].value, f'{{"shuffle": False, **{starred(stars[0].value)}}}')
     _whole_lengths(plan, call)
 
 
@@ -292,18 +292,18 @@ def _tensorflow(plan: PortPlan) -> None:
         plan.each(_compile, case.methods("compile"))
         fits = [event for event in case.fits if event.reached]
         for fit in fits[:1]:
-            with plan.sure(fit.node):
+            with plan.sure():
                 seeds.of_each_rank(plan, plan.statement(fit.node))
         plan.each(_fit, fits)
         return
-    with plan.sure(case.steps[0].node):
+    with plan.sure():
         _tapes(plan)
     sources = [one for loop in case.training_loops for one in case.drawn_from(loop)]
     if not sources:
         plan.leave(case.steps[0].node, "the training data come from no data set that the text shows",
             f"{plan.hk}.shard((x, y), {plan.world}, batch_size)")  # fmt: skip
     for one in sources:
-        with plan.sure(one):
+        with plan.sure():
             _data_set(plan, one)
 
 
@@ -327,7 +327,7 @@ def _keras_optimizer(plan: PortPlan, event: Event) -> None:
     else:
         plan.scale(call, rate, _KERAS_RATES.get(last, ""), "learning_rate", scale)
     if plan.binding == "keras":
-        plan.change(call, around(f"{plan.hk}.distribute(__)"))
+        plan.change(call, f"{plan.hk}.distribute(__)")
 
 
 def _compile(plan: PortPlan, event: Event) -> None:
@@ -344,7 +344,7 @@ def _compile(plan: PortPlan, event: Event) -> None:
     if not keras:
         keras = plan.free("keras", "keras_3")
         plan.import_("import keras" if keras == "keras" else f"import keras as {keras}")
-    plan.change(given, to(f"{plan.hk}.distribute({keras}.optimizers.{name}({rate}))"))
+    plan.change(given, f"{plan.hk}.distribute({keras}.optimizers.{name}({rate}))")
 
 
 def _tapes(plan: PortPlan) -> None:
@@ -367,7 +367,7 @@ def _tapes(plan: PortPlan) -> None:
         first = plan.first_step(plan.statement(makers[0].node), makers[0])
         if first is None or not _is_built(plan, model):
             raise Unsure(update.event.node, "the text does not show where the model has its variables", write)
-        plan.change(tapes.pop(), around(f"{hk}.distribute(__)"))
+        plan.change(tapes.pop(), f"{hk}.distribute(__)")
         seeds.of_each_rank(plan, first)
         plan.edit("before", first, f"{hk}.broadcast_state({model}, {optimizer})")
 
@@ -408,7 +408,7 @@ def _fit(plan: PortPlan, event: Event) -> None:
         steps = argument(call, "steps_per_epoch")
         if steps is not None and not is_constant(steps, None):
             whole = "__" if isinstance(steps, (ast.Constant, ast.Name, ast.Attribute, ast.Call)) else "int(__)"
-            plan.change(steps, around(f"max(1, {whole} // {plan.use_world(call)}.size)"))
+            plan.change(steps, f"max(1, {whole} // {plan.use_world(call)}.size)")
     elif y is not None or (sources and not strange):
         _arrays(plan, call, x, y, write)
     else:
@@ -418,15 +418,15 @@ def _fit(plan: PortPlan, event: Event) -> None:
     if callbacks is None:
         plan.add(call, f"[{hk}.BroadcastState()]", "callbacks")
     elif is_constant(callbacks, None):
-        plan.change(callbacks, to(f"[{hk}.BroadcastState()]"))
+        plan.change(callbacks, f"[{hk}.BroadcastState()]")
     elif isinstance(callbacks, ast.Call) and case.name(callbacks).startswith("keras.callbacks."):
-        plan.change(callbacks, around(f"[{hk}.BroadcastState(), __]"))
+        plan.change(callbacks, f"[{hk}.BroadcastState(), __]")
     elif isinstance(callbacks, ast.List):
-        plan.change(callbacks, with_first(f"{hk}.BroadcastState()" + "," * bool(callbacks.elts)))
+        plan.begin(callbacks, f"{hk}.BroadcastState()")
     else:
         maybe = any(is_constant(node, None) for node in case.reach(callbacks))
         given = "(__ or [])" if maybe and not isinstance(callbacks, ast.BoolOp) else starred(callbacks)
-        plan.change(callbacks, around(f"[{hk}.BroadcastState(), *{given}]"))
+        plan.change(callbacks, f"[{hk}.BroadcastState(), *{given}]")
 
 
 def _arrays(plan: PortPlan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: str) -> None:
@@ -453,10 +453,10 @@ def _arrays(plan: PortPlan, call: ast.Call, x: ast.expr, y: ast.expr | None, wri
     size = plan.src(batch) if batch is not None else "32"
     world = plan.use_world(call)
     plan.rename(x, "" if x in call.args else "x", f"{plan.hk}.shard({data}, {world}, {size}{options})")
-    gone = []
+    gone: list[ast.expr | ast.keyword] = []
     for place, one in enumerate(arguments(call)):
         if one in (y, weights, batch, order):
-            gone.append(one if place < len(call.args) else plan.case.parents[one])
+            gone.append(one if place < len(call.args) else call.keywords[place - len(call.args)])
         elif one is split and held:
             plan.rename(split, "validation_data", last)
         elif 2 <= place < len(call.args):
@@ -481,4 +481,4 @@ def _data_set(plan: PortPlan, node: ast.expr) -> None:
     if source in [*looped, *case.calls(*evaluated, through=True)]:
         raise Unsure(source, "the same data are trained and evaluated on", write)
     plan.use_world(source)
-    plan.change(source, around(f"__.batch({world}.size, drop_remainder=True).unbatch().{shard}"))
+    plan.change(source, f"__.batch({world}.size, drop_remainder=True).unbatch().{shard}")

@@ -7,7 +7,6 @@ import re
 
 from hvdkit.prepare.check.calls import argument, has_stars, is_constant, method
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import to
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _NOT_IN_3 = {"workers", "use_multiprocessing", "max_queue_size"}
@@ -28,7 +27,7 @@ def port(plan: PortPlan) -> None:
                 module="keras.preprocessing.image", names=[ast.alias(name="ImageDataGenerator", asname=other)]
             ):
                 alias = f" as {other}" if other else ""
-                with plan.sure(node):
+                with plan.sure():
                     plan.edit("swap", node, f"from tensorflow.{node.module} import ImageDataGenerator{alias}")
 
 
@@ -51,7 +50,7 @@ def _generator(plan: PortPlan, event: Event) -> None:
     if len(call.args) > 1 or odd or has_stars(call) or not isinstance(call.func, ast.Attribute):
         raise Unsure(call, f"`{method(call)}` has arguments that Keras 3's method has not",
                      f"call {method(call).removesuffix('_generator')} with x= and keywords")  # fmt: skip
-    plan.change(call.func, lambda old: old.removesuffix("_generator"))
+    plan.change(call.func, f"{plan.moved(call.func.value)}.{method(call).removesuffix('_generator')}")
     given = argument(call, "generator")
     if given is not None:
         plan.rename(given, "x")
@@ -68,5 +67,5 @@ def _file_of(plan: PortPlan, event: Event) -> None:
         if text.endswith(".weights.h5") and isinstance(weights, ast.Constant):
             return
         raise Unsure(event.node, f"Keras 3 refuses the name {text!r} for weights", "end it with .weights.h5")
-    plan.change(path, to(re.sub(r"\.(h5|hdf5)(['\"]+)$", r".keras\2", plan.src(path))))
+    plan.change(path, re.sub(r"\.(h5|hdf5)(['\"]+)$", r".keras\2", plan.src(path)))
     plan.notes.append(f"line {path.lineno}: Keras 3 writes whole models to .keras files; the name ends so now")

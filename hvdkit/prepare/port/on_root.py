@@ -43,7 +43,7 @@ def port(plan: PortPlan) -> None:
     guarded: set[ast.AST] = set()
     for event in events(plan):
         if not guarded & set(plan.case.ancestors(event.node)):
-            with plan.sure(event.node):
+            with plan.sure():
                 _require_file(plan, event)
                 statements = set(_statements(plan, event.node, event.node))
                 guarded |= statements
@@ -56,7 +56,7 @@ def port(plan: PortPlan) -> None:
             plan.leave(node, f"`{ast.unparse(node)}` is read on every rank", f"if {plan.world}.is_root: around it")
     for event in plan.case.events:
         if _BARS.fullmatch(plan.case.name(event.node)) and event.reached and argument(event.node, "disable") is None:
-            with plan.sure(event.node):
+            with plan.sure():
                 plan.add(event.node, f"not {plan.use_world(event.node)}.is_root", "disable")
 
 

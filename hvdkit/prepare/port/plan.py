@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import MISFITS, Change, Edits, ScriptText, around, as_keyword, to
+from hvdkit.prepare.port.edits import Edits, ScriptText, places
 
 _NUMBERS = {one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")}
 _NUMBERS |= {"get_rank": "rank", "get_world_size": "size"}
@@ -57,8 +57,8 @@ class PortPlan:
         notes: what else the owner should know.
     """
 
-    def __init__(self, text: ScriptText, careful: bool = False) -> None:
-        self.text, self._careful = text, careful
+    def __init__(self, text: ScriptText) -> None:
+        self.text = text
         self.case = JudgedCase(text.tree)
         self.edits = Edits(text)
         self.src, self.moved = text.source, text.moved  # an expression's text as it was, and as it will be
@@ -83,22 +83,19 @@ class PortPlan:
         return found
 
     @contextmanager
-    def sure(self, node: ast.AST | int) -> Iterator[None]:
-        """Around one change: where it is not certain, or does not fit, it becomes a line of the report."""
+    def sure(self) -> Iterator[None]:
+        """Around one change: where it is not certain, it becomes a line of the report."""
         before = {**self.edits.asked}, self._horovod, {*self._needs}
         try:
             yield
-            if self._careful:
-                self.edits.parsed()
-        except (Unsure, *MISFITS) as error:
+        except Unsure as error:
             self.edits.asked, self._horovod, self._needs = before
-            misfit = Unsure(node, "what it would become does not fit the text around it", "see docs/migrate.md")
-            self.left.append(error.left if isinstance(error, Unsure) else misfit.left)
+            self.left.append(error.left)
 
     def each(self, change: Callable[[PortPlan, Event], None], events: Iterable[Event]) -> None:
         """Try a change on each call of these events, once."""
         for event in once(events):
-            with self.sure(event.node):
+            with self.sure():
                 change(self, event)
 
     # Statements and expressions -------------------------------------------------------------------------------------
@@ -125,32 +122,43 @@ class PortPlan:
             return found if isinstance(found.targets[0], (ast.Name, ast.Attribute)) else None
         return None
 
-    def change(self, node: ast.expr, make: Change) -> None:
-        """Change an expression."""
-        self.edits.change(self.text.piece(node), make)
+    def _ask(self, node: ast.expr | ast.stmt, how: str, what: object) -> None:
+        found = self.text.node(node)
+        if found is None:
+            raise Unsure(node, "what it would become does not fit the text around it", "see docs/migrate.md")
+        self.edits.asked[found, how, what] = None
+
+    def change(self, node: ast.expr, code: str) -> None:
+        """Put code in the place of an expression; ``__`` in it is the old one."""
+        self._ask(node, "change", code)
+
+    def begin(self, node: ast.List, code: str) -> None:
+        """Give a list one more element, in front of all that it has."""
+        self._ask(node, "begin", code)
 
     def rename(self, node: ast.expr, keyword: str, value: str | None = None) -> None:
         """Give an argument this keyword, "" for none, and another value."""
         whole = self.case.parents[node]
-        piece = self.text.piece(whole) if isinstance(whole, ast.keyword) else self.text.piece(node)
-        if isinstance(whole, ast.Call):
-            piece = self.text.argument(whole, node)
-        self.edits.change(piece._replace(level=1), as_keyword(keyword, value, isinstance(whole, ast.keyword)))
+        call = self.case.parents[whole] if isinstance(whole, ast.keyword) else whole
+        if isinstance(call, ast.Call):
+            place = places(call).index(whole if isinstance(whole, ast.keyword) else node)
+            self._ask(call, "rename", (place, keyword, value))
 
     def add(self, call: ast.Call, value: str, keyword: str = "", place: int | None = None) -> None:
         """Give a call one more argument, at the end or at a place further up; ``Unsure`` of ``f(x for x in y)``."""
         given = arguments(call)
-        if given and self.text.piece(given[-1]).end == self.text.piece(call).end:
+        if given and self.text.span(given[-1])[1] == self.text.span(call)[1]:
             raise Unsure(call, "its argument is a generator that has no brackets of its own", "add them")
-        self.edits.add(call, f"{keyword}={value}" if keyword else value, place)
+        self._ask(call, "add", (place, keyword, value))
 
-    def drop(self, call: ast.Call, gone: Sequence[ast.AST]) -> None:
+    def drop(self, call: ast.Call, gone: Iterable[ast.expr | ast.keyword]) -> None:
         """Take arguments out of a call."""
-        self.edits.drop(call, gone)
+        for one in gone:
+            self._ask(call, "drop", places(call).index(one))
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
-        """Change a statement as a whole: see ``Edits.edit``; ``Unsure`` where it shares its line."""
-        self.edits.edit(how, self.statement(statement), code)
+        """Change a statement as a whole: see ``Edits``; ``Unsure`` where it shares its line."""
+        self._ask(self.statement(statement), how, code)
 
     def leave(self, node: ast.AST | int, why: str, write: str) -> None:
         """List what stays."""
@@ -219,7 +227,7 @@ class PortPlan:
         """``hvd.rank()`` becomes ``world.rank``, and ``hvd.rank() == 0`` becomes ``world.is_root``."""
         for node in self.case.nodes:
             if isinstance(node, ast.Call) and (value := self.number(node, prefix)):
-                with self.sure(node):
+                with self.sure():
                     self._replace_number(node, value)
 
     def _replace_number(self, node: ast.Call, value: str) -> None:
@@ -232,9 +240,9 @@ class PortPlan:
             ) if value == "rank" and left is node:
                 negated = isinstance(operator, ast.NotEq)
                 if not negated or isinstance(self.case.parents[comparison], _PLAIN):
-                    self.change(comparison, to(f"{'not ' * negated}{world}.is_root"))
+                    self.change(comparison, f"{'not ' * negated}{world}.is_root")
                     return
-        self.change(node, to(f"{world}.{value}"))
+        self.change(node, f"{world}.{value}")
 
     def import_(self, code: str) -> None:
         """Import something, below the script's first imports."""
@@ -287,7 +295,7 @@ class PortPlan:
         if rate is None:
             self.add(call, scaled.format(default), keyword)
         elif not self.case.has_size(rate, through=True):
-            self.change(rate, around(scaled.format("__")))
+            self.change(rate, scaled.format("__"))
 
     # What rules ask -------------------------------------------------------------------------------------------------
 

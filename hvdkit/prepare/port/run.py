@@ -101,19 +101,20 @@ def port(text: ScriptText) -> Ported:
                   tuple(plan.notes), sure=not doubts)  # fmt: skip
 
 
-def _planned(text: ScriptText, careful: bool = False) -> tuple[PortPlan, ScriptText]:
-    """What is changed, and the script with it; once more, ``careful``, where not all changes fit."""
-    plan = PortPlan(text, careful)
+def _planned(text: ScriptText) -> tuple[PortPlan, ScriptText]:
+    """What is changed, and the script with it."""
+    plan = PortPlan(text)
     library = plan.case.library
     if library not in _FROM or plan.case.of_tensorflow_1:  # those are in the findings
         return plan, text
     try:
+        if not text.is_whole:
+            odd = "form feeds in front of code, lines that end in CR alone, or syntax that LibCST does not read"
+            raise Unsure(1, f"it has {odd}", "write it otherwise first")
         _FROM[library](plan)
         plan.declare()
         return plan, _tidy(text, plan.edits.parsed()) if plan.edits.asked else text
     except MISFITS as error:
-        if not careful:
-            return _planned(text, careful=True)
         line = getattr(error, "lineno", 1)
         unsure = Unsure(1, f"the changes do not fit its text (line {line})", "port it by docs/migrate.md")
     except Unsure as error:
@@ -130,8 +131,9 @@ def _tidy(before: ScriptText, after: ScriptText) -> ScriptText:
         base = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
         names = {one.asname or one.name for one in statement.names}
         left_behind = all(_LEFT_BEHIND.match(base + one.name) for one in statement.names)
-        if names <= gone and left_behind and after.stands_alone(statement):
-            edits.edit("remove", statement)
+        node = after.node(statement)
+        if names <= gone and left_behind and node is not None:
+            edits.asked[node, "remove", ""] = None
     return edits.parsed() if edits.asked else after
 
 

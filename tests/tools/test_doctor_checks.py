@@ -11,7 +11,7 @@ from msgspec import structs
 from hvdkit.common.programs import identify_mpi, same_mpi_family
 from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package
-from hvdkit.prepare.doctor.finding import LEVELS, Found
+from hvdkit.prepare.doctor.finding import LEVELS, Found, examine
 from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
 from hvdkit.prepare.doctor.two_ranks import Tested as Said
 from hvdkit.prepare.doctor.two_ranks import TwoRanks
@@ -127,7 +127,7 @@ def not_training(why: str, facts: DoctorFacts = SOUND) -> DoctorFacts:
 
 
 def found(facts: DoctorFacts) -> dict[str, Found]:
-    return {one.check: one for one in CHECKS.examine(facts)}
+    return {one.check: one for one in examine(CHECKS, facts)}
 
 
 FAILED = with_package("torch", version=None, failure=CRASH)
@@ -186,7 +186,7 @@ ONE_FINDING = [
 
 @pytest.mark.parametrize(("facts", "check", "level", "words"), ONE_FINDING)
 def test_one_fault_is_one_finding(facts: DoctorFacts, check: str, level: str, words: str) -> None:
-    (finding,) = CHECKS.examine(facts)
+    (finding,) = examine(CHECKS, facts)
     assert (finding.check, finding.level) == (check, level)
     texts = (finding.what, finding.why, finding.fix)
     assert words in " ".join(texts)
@@ -216,12 +216,12 @@ def test_one_fault_is_one_finding(facts: DoctorFacts, check: str, level: str, wo
     ],
 )
 def test_what_is_sound_has_no_finding(facts: DoctorFacts) -> None:
-    assert CHECKS.examine(facts) == []
+    assert examine(CHECKS, facts) == []
 
 
 def test_errors_come_first() -> None:
     damaged = not_loading("OSError: no", replace(SOUND, mpi4py_mpi=MPICH, tensorflow_keras="3.15.1"))
-    assert [finding.level for finding in CHECKS.examine(damaged)] == list(LEVELS)
+    assert [finding.level for finding in examine(CHECKS, damaged)] == list(LEVELS)
 
 
 def test_horovods_own_metadata_tells_drift_when_there_is_no_record() -> None:
@@ -231,7 +231,7 @@ def test_horovods_own_metadata_tells_drift_when_there_is_no_record() -> None:
 
 def test_a_launch_that_fails_in_both_frameworks_is_one_finding() -> None:
     failed = not_training("too few open files")
-    (finding,) = CHECKS.examine(replace(failed, trained=dict.fromkeys(failed.trained, failed.trained["torch"])))
+    (finding,) = examine(CHECKS, replace(failed, trained=dict.fromkeys(failed.trained, failed.trained["torch"])))
     assert finding.what == "A training of 2 ranks in PyTorch and TensorFlow fails: too few open files."
     assert finding.fix.startswith("'--timeout 600' if it is only slow; else look. 'hvdkit launch --explain")
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from hvdkit.common import json_files
 from hvdkit.core import communicator
 from hvdkit.prepare.doctor import job as ranks
-from hvdkit.prepare.doctor.finding import LEVELS
+from hvdkit.prepare.doctor.finding import LEVELS, examine
 from hvdkit.prepare.doctor.job import CHECKS, JobReport, Place, RankReport, look
 
 VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "horovod": "0.28.1"}
@@ -45,8 +45,8 @@ def changed(reports, rank, **changes):
 
 
 def test_a_sound_job_has_no_findings():
-    assert CHECKS.examine(job()) == []
-    assert CHECKS.examine([replace(one, device="cpu") for one in job()]) == []
+    assert examine(CHECKS, job()) == []
+    assert examine(CHECKS, [replace(one, device="cpu") for one in job()]) == []
 
 
 ALONE = "srun started rank 0 of 4, but Horovod (over Open MPI) sees rank 0 of 1"
@@ -78,14 +78,14 @@ MANY_THREADS = [replace(one, threads=8) for one in job()]
     ],
 )
 def test_each_fault_is_found_and_nothing_else(reports, check, level, part):
-    found = CHECKS.examine(reports)
+    found = examine(CHECKS, reports)
     assert {(finding.check, finding.level) for finding in found} == {(check, level)}
     assert any(part in finding.what for finding in found)
     assert all(finding.why and finding.fix for finding in found)
 
 
 def test_errors_come_first():
-    levels = [one.level for one in CHECKS.examine(changed(job()[:3], 1, threads=99))]
+    levels = [one.level for one in examine(CHECKS, changed(job()[:3], 1, threads=99))]
     assert levels == sorted(levels, key=list(LEVELS).index) == ["error", "warning"]
 
 
@@ -103,7 +103,7 @@ def test_reports_travel_as_files_and_say_whether_the_job_can_train(tmp_path, cap
 
 def test_json_and_text_say_the_same():
     reports = job()[:3]
-    found = CHECKS.examine(reports)
+    found = examine(CHECKS, reports)
     parsed = json.loads(json_files.encode(JobReport(False, tuple(found), tuple(reports))))
     assert not parsed["ok"] and [one["check"] for one in parsed["findings"]] == ["missing-ranks"]
     assert [rank["device"] for rank in parsed["ranks"]] == ["cuda:0", "cuda:1", "cuda:0"]

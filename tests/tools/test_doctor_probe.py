@@ -21,7 +21,7 @@ from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import DoctorFacts
-from hvdkit.prepare.doctor.finding import Found
+from hvdkit.prepare.doctor.finding import Found, examine
 from hvdkit.prepare.doctor.probe import gather, plain, run
 from hvdkit.prepare.install.record import MpiRecord
 
@@ -80,7 +80,7 @@ def add_distribution(directory: Path, name: str, version: str) -> None:
 
 
 def found(facts: DoctorFacts) -> dict[str, Found]:
-    return {one.check: one for one in CHECKS.examine(facts)}
+    return {one.check: one for one in examine(CHECKS, facts)}
 
 
 def test_an_environment_without_anything_gets_the_commands_that_fill_it(bare_python: str, tmp_path: Path) -> None:

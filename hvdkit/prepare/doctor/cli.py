@@ -14,7 +14,7 @@ from hvdkit.common.commands import JSON, time_limit
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import job as ranks
 from hvdkit.prepare.doctor.checks import CHECKS
-from hvdkit.prepare.doctor.finding import WIDEST, has_errors
+from hvdkit.prepare.doctor.finding import WIDEST, examine, has_errors
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
 from hvdkit.prepare.doctor.report import page, report_of
 
@@ -73,7 +73,7 @@ def doctor(json_: bool, report: bool, job: bool, report_to: Path | None, timeout
     if json_ and report:
         raise InvalidArgumentError("--json and --report are two forms of one report; give one of them.")
     facts = gather(seconds=timeout)
-    findings = CHECKS.examine(facts)
+    findings = examine(CHECKS, facts)
     if report:
         text = io.StringIO()
         page(facts, findings, WIDEST).show(Console(file=text, width=2 * WIDEST, color_system=None, highlight=False))

@@ -1,11 +1,10 @@
-"""A finding, and the table of what can be found: a row has its words beside the function that looks for it."""
+"""What a check finds, and how it is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from textwrap import TextWrapper
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from rich.text import Text
 
@@ -15,7 +14,6 @@ LEVELS = {"error": "red", "warning": "yellow", "info": "cyan"}
 """error: training does not work; warning: it works badly or in some uses not; info: good to know. And their colours."""
 WIDEST = 110
 """Columns that findings fill at most."""
-
 Facts = TypeVar("Facts")
 
 
@@ -35,34 +33,10 @@ class Found(Part, frozen=True):
     fix: str
 
 
-@dataclass(frozen=True)
-class Checks(Generic[Facts]):
-    """A table of checks, in the order in which findings of one level are shown.
-
-    Attributes:
-        rows: the texts of a finding, which have places for words in braces, and the probe: from facts, the words of
-            each time that it is found.
-    """
-
-    rows: list[tuple[Found, Callable[[Facts], Iterable[Mapping[str, Any]]]]] = field(default_factory=list)
-
-    def row(self, check: str, level: str, what: str, why: str, fix: str) -> Callable[..., Any]:
-        """A decorator that adds a row, by its probe; the texts are those of ``Found``, ``{facts}`` is a word, too."""
-
-        def add(probe: Callable[[Facts], Iterable[Mapping[str, Any]]]) -> Callable[..., Any]:
-            self.rows.append((Found(check, level, what, why, fix), probe))
-            return probe
-
-        return add
-
-    def examine(self, facts: Facts) -> list[Found]:
-        """What all checks find, errors first."""
-        found = [
-            Found(*(getattr(texts, name).format(facts=facts, **words) for name in Found.__struct_fields__))
-            for texts, probe in self.rows
-            for words in probe(facts)
-        ]
-        return sorted(found, key=lambda one: list(LEVELS).index(one.level))
+def examine(checks: Iterable[Callable[[Facts], Iterable[Found]]], facts: Facts) -> list[Found]:
+    """What a table of checks finds, errors first."""
+    found = [one for check in checks for one in check(facts)]
+    return sorted(found, key=lambda one: list(LEVELS).index(one.level))
 
 
 def explanation(finding: Any, width: int, hanging: int = 4, end: str = "") -> list[str]:

@@ -13,11 +13,11 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table, console
 from hvdkit.common.units import count_text
 from hvdkit.errors import LauncherError, name_ranks
-from hvdkit.prepare.doctor.finding import WIDEST, Checks, Found, has_errors, paragraphs
+from hvdkit.prepare.doctor.finding import WIDEST, Found, examine, has_errors, paragraphs
 from hvdkit.prepare.install.facts import DISTRIBUTIONS
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
@@ -142,7 +142,7 @@ def examine_job(timeout_s: float, *, as_json: bool, report_to: Path | None) -> i
     if report_to is not None:
         write(report_to, next(one for one in reports if one.rank == own.rank))
         return 0
-    found = CHECKS.examine(reports)
+    found = examine(CHECKS, reports)
     if own.rank == 0:
         document = JobReport(not has_errors(found), tuple(found), tuple(reports))
         page(reports, found).print("json" if as_json else None, document)
@@ -160,7 +160,7 @@ def could_train(directory: Path) -> bool:
     if not reports:
         console(stderr=True).print("hvdkit doctor: no rank left a report; their errors are above.")
         return False
-    found = CHECKS.examine(reports)
+    found = examine(CHECKS, reports)
     page(reports, found).show(console(stderr=True))
     return not has_errors(found)
 
@@ -306,92 +306,79 @@ def _first_line(error: Exception) -> str:
 
 # The table ------------------------------------------------------------------------------------------------------------
 
-CHECKS: Checks[Reports] = Checks()
-Words = Iterator[dict[str, Any]]
-Key = TypeVar("Key", bound=Hashable)
 
-
-def _ranks(reports: Reports) -> str:
-    return name_ranks(sorted(report.rank for report in reports))
-
-
-def _grouped(reports: Reports, key: Callable[[RankReport], Key]) -> dict[Key, list[RankReport]]:
-    groups: dict[Key, list[RankReport]] = {}
-    for report in reports:
-        groups.setdefault(key(report), []).append(report)
-    return groups
-
-
-@CHECKS.row(
-    "start",
-    "error",
-    "Training does not start on {ranks} ({first.host}): {problem}",
-    "This is what init, pin_device or a first allreduce says there; a training stops in the same way.",
-    "Do what it says; `hvdkit doctor` on {first.host}, in the environment of the job, tells more.",
-)
-def _start(reports: Reports) -> Words:
-    by_problem = _grouped([report for report in reports if report.problem], lambda report: report.problem)
-    for problem, failed in by_problem.items():
-        yield {"ranks": _ranks(failed), "first": failed[0], "problem": problem}
-
-
-@CHECKS.row(
-    "missing-ranks",
-    "error",
-    "There is no report from {absent} of {size}.",
-    "They did not start, or cannot be reached from the others.",
-    "Look for their errors above; on several hosts check that each has this Python environment.",
-)
-def _missing_ranks(reports: Reports) -> Words:
+def _start(reports: Reports) -> Iterator[Found]:
+    problems = dict.fromkeys(report.problem for report in reports if report.problem)
+    for problem in problems:
+        failed = [report for report in reports if report.problem == problem]
+        host = failed[0].host
+        yield Found(
+            "start",
+            "error",
+            f"Training does not start on {_ranks(failed)} ({host}): {problem}",
+            "This is what init, pin_device or a first allreduce says there; a training stops in the same way.",
+            f"Do what it says; `hvdkit doctor` on {host}, in the environment of the job, tells more.",
+        )
     size = max(report.size for report in reports)
     absent = sorted(set(range(size)) - {report.rank for report in reports})
-    if absent and not any(report.problem for report in reports):
-        yield {"absent": name_ranks(absent), "size": size}
+    if absent and not problems:
+        yield Found(
+            "missing-ranks",
+            "error",
+            f"There is no report from {name_ranks(absent)} of {size}.",
+            "They did not start, or cannot be reached from the others.",
+            "Look for their errors above; on several hosts check that each has this Python environment.",
+        )
 
 
-@CHECKS.row(
-    "gpus",
-    "error",
-    "{ranks}: on the CPU, the other ranks on GPUs.",
-    "Horovod refuses a sum over tensors of which some are on a GPU.",
-    "Ask the scheduler for GPUs on every node, and check CUDA_VISIBLE_DEVICES and the driver there.",
-)
-def _some_without_gpu(reports: Reports) -> Words:
+def _some_without_gpu(reports: Reports) -> Iterator[Found]:
     blind = [report for report in reports if report.device == _CPU]
     if blind and any(report.device not in ("", _CPU) for report in reports):
-        yield {"ranks": _ranks(blind)}
+        yield Found(
+            "gpus",
+            "error",
+            f"{_ranks(blind)}: on the CPU, the other ranks on GPUs.",
+            "Horovod refuses a sum over tensors of which some are on a GPU.",
+            "Ask the scheduler for GPUs on every node, and check CUDA_VISIBLE_DEVICES and the driver there.",
+        )
 
 
-@CHECKS.row(
-    "versions",
-    "warning",
-    "{name} is not the same on all ranks: {shown}.",
-    "Ranks with different versions may compute different gradients, or not understand each other; where a package is "
-    "missing, a script that imports it fails, and the other ranks wait.",
-    "Use the same environment on every host: a shared file system, or install it there too.",
-)
-def _other_versions(reports: Reports) -> Words:
+def _other_versions(reports: Reports) -> Iterator[Found]:
     for name in ("Python", *PACKAGES):
         by_version: dict[str, list[RankReport]] = {}
         for report in reports:
             by_version.setdefault(report.versions.get(name, "missing"), []).append(report)
         if len(by_version) > 1:
             shown = "; ".join(f"{version} on {_ranks(those)}" for version, those in by_version.items())
-            yield {"name": name, "shown": shown}
+            yield Found(
+                "versions",
+                "warning",
+                f"{name} is not the same on all ranks: {shown}.",
+                "Ranks with different versions may compute different gradients, or not understand each other; where a "
+                "package is missing, a script that imports it fails, and the other ranks wait.",
+                "Use the same environment on every host: a shared file system, or install it there too.",
+            )
 
 
-@CHECKS.row(
-    "cores",
-    "warning",
-    "{ranks} on {host} would run {threads} on {cores}.",
-    "Threads that wait for a core slow every rank down; times measure contention, not scaling.",
-    "Set OMP_NUM_THREADS={share} (hvdkit launch --threads), start fewer ranks a host (--ppn), or ask for more cores.",
-)
-def _few_cores(reports: Reports) -> Words:
-    for host, here in _grouped(reports, lambda report: report.host).items():
+def _few_cores(reports: Reports) -> Iterator[Found]:
+    for host in dict.fromkeys(report.host for report in reports):
+        here = [report for report in reports if report.host == host]
         cores = len({core for report in here for core in report.cores})
         threads = sum(report.threads for report in here)
         if threads > cores:
-            share = max(1, cores // len(here))
-            counted = {"ranks": count_text(len(here), "rank"), "threads": count_text(threads, "thread")}
-            yield {**counted, "host": host, "cores": count_text(cores, "core"), "share": share}
+            run = f"{count_text(len(here), 'rank')} on {host} would run {count_text(threads, 'thread')}"
+            yield Found(
+                "cores",
+                "warning",
+                f"{run} on {count_text(cores, 'core')}.",
+                "Threads that wait for a core slow every rank down; times measure contention, not scaling.",
+                f"Set OMP_NUM_THREADS={max(1, cores // len(here))} (hvdkit launch --threads), start fewer ranks a host "
+                "(--ppn), or ask for more cores.",
+            )
+
+
+def _ranks(reports: Reports) -> str:
+    return name_ranks(sorted(report.rank for report in reports))
+
+
+CHECKS = (_start, _some_without_gpu, _other_versions, _few_cores)

@@ -293,7 +293,7 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     page.write_text("an older one")
     assert run(["timeline", "report", str(ATPESC), "-o", str(page), "--step", "3"]) == 0
     assert "report.html" in capsys.readouterr().out
-    assert "20 of 58 tensors" in Page(page.read_text(encoding="utf-8")).text
+    assert "tensor (20 of 58)" in Page(page.read_text(encoding="utf-8")).text
     assert list(tmp_path.iterdir()) == [page]
 
 

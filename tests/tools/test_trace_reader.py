@@ -22,7 +22,7 @@ EVENTS = [
 
 def same(a, b):
     assert a.names == b.names and a.events == b.events
-    for name in ("start", "end", "kind", "source", "external"):
+    for name in ("start", "end", "kind", "external"):
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
 
 

@@ -86,6 +86,12 @@ def test_a_gpu_that_has_nothing_to_do_is_the_first_line_and_says_why(tmp_path, w
         assert says in first.what and first.lost_s == pytest.approx(0.036) and first.share == pytest.approx(0.9)
 
 
+def test_an_idle_gpu_that_copies_while_a_batch_is_loaded_copies(tmp_path):
+    events = data(2, 20), event("Memcpy HtoD", 12, 20, "gpu_memcpy", tid=7, pid=0)
+    (rank,) = summarize([write(tmp_path / "t.json", step(0, 0, 40), *events, kernel("sgemm", 36, 4))]).ranks
+    check(rank.gpu, idle=36, copying=20, loading=10, synchronising=0, launching=6)
+
+
 def test_of_several_gpus_the_share_is_one_that_all_have(tmp_path):
     """Of 40 ms rank 0 loads for 14 and is host-bound for 12, rank 1 is host-bound for 16."""
     loads = write(tmp_path / "r0.json", step(0, 0, 40), data(1, 14), kernel("sgemm", 15, 14), rank=0)

@@ -32,7 +32,7 @@ from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read as read_timeline
 from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
 from hvdkit.read.trace.reader import collect as collect_trace
-from hvdkit.read.trace.summary import files_of, one_rank, self_times_by_step
+from hvdkit.read.trace.summary import by_name, files_of, one_rank, step_windows, window_of
 
 STEP = "step"
 _MONITORED = ("step", "input", "compute", "wait")
@@ -208,8 +208,7 @@ def of_traces(path: Path, traces: Sequence[Path]) -> Side:
     traces = files_of(list(traces))
     columns = collect_trace(traces[0])
     rank = one_rank(columns)
-    self_times, count = self_times_by_step(columns)
-    calls = {(one.name, one.kind): one.calls / count for one in rank.operators}
+    windows = [(start, end) for _, start, end in step_windows(columns)] or [window_of(columns)]
     notes = []
     if len(traces) > 1:
         notes.append(f"Of {len(traces)} traces in {printable(str(path))}, {traces[0].name} is compared; name another.")
@@ -226,8 +225,8 @@ def of_traces(path: Path, traces: Sequence[Path]) -> Side:
         {STEP if rank.steps else "whole trace": Timings(step)},
         {name: Timings(part) for name, part in zip(names, parts, strict=True)},
         {
-            f"{kind} {name}": Timings(samples / 1e3, calls=calls.get((name, kind), 0.0))
-            for (name, kind), samples in self_times.items()
+            f"{kind} {name}": Timings(own / 1e3, calls=float(calls.mean()))
+            for (name, kind), (calls, own, _) in by_name(columns, windows).items()
         },
         {"ranks": "unknown" if rank.size is None else str(rank.size), "computed by": rank.computed_by},
         tuple(notes),
@@ -249,7 +248,7 @@ def of_mpi(path: Path, profiles: Sequence[Path]) -> Side:
     for purpose in PURPOSES:
         sums = [mpi_measures.total(rank.of(purpose)) for rank in profile.ranks]
         parts[f"{purpose} in MPI"] = _median((of.seconds for of in sums), (of.calls for of in sums))
-        for routine in {row.routine for rank in profile.ranks for row in rank.of(purpose)}:
+        for routine in sorted({row.routine for rank in profile.ranks for row in rank.of(purpose)}):
             sums = [mpi_measures.total(rank.of(purpose, routine)) for rank in profile.ranks]
             details[f"{routine}, {purpose}"] = _median((of.seconds for of in sums), (of.calls for of in sums))
     return Side(

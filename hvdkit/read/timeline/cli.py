@@ -12,7 +12,7 @@ from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.files import replacing
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.common.units import bytes_text, duration_text, number_text, share_text, shortened
 from hvdkit.errors import DataError
 from hvdkit.read.causes import Cause, by_cost, verdict
 from hvdkit.read.timeline.causes import causes, otherwise
@@ -154,7 +154,7 @@ def page(summary: TimelineSummary, top: int) -> Page:
     found: list[Table | str] = [*verdict(causes(summary), otherwise(summary)), ""]
     found += [f"{label:<16}{text}" for label, text in lines(summary)]
     if top:
-        found.append(_table(summary.tensors[:top], len(summary.tensors)))
+        found.append(tensor_table(summary.tensors[:top], len(summary.tensors)))
     return Page(found)
 
 
@@ -232,16 +232,18 @@ def _three(part: Distribution) -> str:
     )
 
 
-def _table(tensors: Sequence[TensorSummary], of: int) -> Table:
+def tensor_table(tensors: Sequence[TensorSummary], of: int, width: int = _NAME) -> Table:
+    """What the phases of some tensors took, of so many in all; names have at most ``width`` characters."""
+
     def phase(group: str) -> Callable[[TensorSummary], str]:
         def cell(tensor: TensorSummary) -> str:
             part = tensor.phases.get(group)
-            return "" if part is None else f"{part.p50 / 1000:.3g} / {part.p99 / 1000:.3g}"
+            return "" if part is None else f"{number_text(part.p50 / 1000)} / {number_text(part.p99 / 1000)}"
 
         return cell
 
     cells: dict[str, Callable[[TensorSummary], object]] = {
-        f"tensor ({len(tensors)} of {of})": lambda tensor: shortened(tensor.tensor, _NAME),
+        f"tensor ({len(tensors)} of {of})": lambda tensor: shortened(tensor.tensor, width),
         "kind": lambda tensor: tensor.kind.lower(),
         "count": lambda tensor: tensor.count,
         "bytes": lambda tensor: "?" if tensor.bytes is None else bytes_text(tensor.bytes),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import heapq
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import resources
 from itertools import pairwise
@@ -19,13 +20,12 @@ from typing import Any
 import numpy as np
 
 import hvdkit
-from hvdkit.common.units import bytes_text, printable, shortened
+from hvdkit.common.units import printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
 from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline.causes import causes, otherwise
-from hvdkit.read.timeline.cli import lines
+from hvdkit.read.timeline.cli import lines, tensor_table
 from hvdkit.read.timeline.columns import collect
-from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import Steps, TensorSummary, TimelineSummary
@@ -77,25 +77,18 @@ def render_report(
     summary = summarize(given, columns)
     if not summary.operations:
         raise nothing_in(given.path, summary)
-    lanes = _collect_lanes(Recording(given.path), _choose_window(summary, since, until, step), summary)
-    if not lanes.total:
-        raise InvalidArgumentError(
-            f"no operation between {(lanes.first - lanes.origin) / 1e6:.6g} and "
-            f"{(lanes.last - lanes.origin) / 1e6:.6g} s of {str(given.path)!r}; it has operations up to "
-            f"{summary.duration / 1e6:.6g} s."
-        )
+    lanes = _lanes(Recording(given.path), *_choose_window(summary, since, until, step), summary)
     templates = jinja2.PackageLoader("hvdkit.read.timeline")
     page = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
     folder = resources.files("hvdkit.read.timeline") / "templates"
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    tensors = sorted(summary.tensors[:TENSORS], key=_phase_time, reverse=True)
-    groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
+    tensors = sorted(summary.tensors[:TENSORS], key=lambda tensor: sum(_group_times(tensor)), reverse=True)
+    table = tensor_table(tensors, len(summary.tensors), LABEL)
     subtitle = "Recorded by rank 0 with HOROVOD_TIMELINE"
     started = summary.start_time_since_epoch
     if started is not None and 0 <= started < 4e15:
         subtitle += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    said = lines(summary)
-    dropped = ", ".join(f"{_number(count)} x {reason}" for reason, count in summary.dropped.items())
+    said = dict(lines(summary))
     steps = 0 if summary.steps is None else len(summary.steps.durations)
     return page.get_template("report.html.j2").render(
         version=hvdkit.__version__,
@@ -107,12 +100,12 @@ def render_report(
         script_hash=_content_hash(script),
         facts=[
             (label.strip().capitalize(), *text.partition(", ")[::2])
-            for label, text in said
+            for label, text in said.items()
             if label not in ("rank skew", "dropped")
         ],
         notes=[
-            f"Rank skew: {dict(said)['rank skew']}.",
-            *([f"Not used, of {_number(summary.events)} events: {dropped}."] if dropped else []),
+            f"Rank skew: {said['rank skew']}.",
+            *([f"Not used: {said['dropped']}."] if any(summary.dropped.values()) else []),
         ],
         otherwise=otherwise(summary),
         findings=[
@@ -121,13 +114,13 @@ def render_report(
         ],
         steps=steps > 0,
         step_bands="" if steps <= _POINTS else str(math.ceil(steps / _POINTS)),
-        tensor_groups=[(index, GROUPS[index]) for index in groups],
-        tensor_count=len(summary.tensors),
-        tensors=[_tensor_row(one, groups) for one in tensors],
-        **_lane_words(lanes),
+        tensor_groups=[(index, group) for index, group in enumerate(GROUPS) if group in table.names],
+        table=table,
+        tensors=list(zip([_shown_name(one.tensor) for one in tensors], table.words(), strict=True)),
+        lanes=lanes,
         page_data={
             "groupNames": list(GROUPS),
-            "lanes": _lane_data(lanes),
+            "lanes": lanes["data"],
             "steps": None if summary.steps is None else _step_points(summary.steps),
             "tensors": [[shortened(_shown_name(one.tensor), LABEL), _group_times(one)] for one in tensors],
         },
@@ -158,59 +151,6 @@ def _step_points(steps: Steps) -> dict[str, Any] | None:
 
 def _group_times(one: TensorSummary) -> list[float]:
     return [one.phases[group].total if group in one.phases else 0.0 for group in GROUPS]
-
-
-def _phase_time(one: TensorSummary) -> float:
-    return sum(_group_times(one))
-
-
-def _tensor_row(one: TensorSummary, groups: list[int]) -> dict[str, Any]:
-    parts: list[Distribution | None] = [one.phases.get(GROUPS[index]) for index in groups]
-    parts.append(one.phases.get("whole"))
-    return {
-        "name": _shown_name(one.tensor),
-        "short": shortened(_shown_name(one.tensor), LABEL),
-        "total": _ms(_phase_time(one)),
-        "kind": _shown_name(one.kind),
-        "count": _number(one.count),
-        "bytes": "unknown" if one.bytes is None else bytes_text(one.bytes),
-        "cells": ["" if part is None else f"{_ms(part.p50)} / {_ms(part.p99)}" for part in parts],
-    }
-
-
-def _ms(microseconds: float) -> str:
-    return _number(round(microseconds, 1) / 1000)
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """The operations of a window, in the order in which they began; times in microseconds.
-
-    Attributes:
-        origin: when the recording began, from which people count.
-        first, last: the window that was asked for.
-        chosen: in words, which part of the recording it is.
-        shown_until: up to where it is complete: ``last``, or less where it holds too many operations.
-        total: how many operations touch the window.
-        operations: those that are kept.
-        cycles: when cycles started in it; not all where there are very many.
-        steps: number and start of the steps that start in it.
-    """
-
-    origin: float
-    first: float
-    last: float
-    chosen: str
-    shown_until: float
-    total: int
-    operations: list[Operation]
-    cycles: list[float]
-    steps: list[tuple[int, float]]
-
-    @property
-    def names(self) -> list[str]:
-        """The tensors, in the order in which they first appear."""
-        return list(dict.fromkeys(operation.tensor for operation in self.operations))
 
 
 def _choose_window(
@@ -258,66 +198,44 @@ def _choose_window(
     return begins[start], begins[stop], f"{steps}, of usual length"
 
 
-def _collect_lanes(recording: Recording, window: tuple[float, float, str], summary: TimelineSummary) -> Lanes:
-    """Reads the recording once and keeps the operations of the window: the earliest ones where there are too many.
+def _lanes(recording: Recording, first: float, last: float, chosen: str, summary: TimelineSummary) -> dict[str, Any]:
+    """A part of a recording operation by operation, for the script of the page and in words.
+
+    The script draws numbers and names only; times are microseconds since ``first``. An operation is [lane, kind, begin,
+    end of negotiation or null, start, end, bytes or null, [phase, start, end, ...], last rank or null, its lateness].
 
     Args:
-        recording: read as a stream; at most twice ``OPERATIONS`` are in memory.
-        window: of ``_choose_window``.
-        summary: for the starts of the steps.
+        recording: read once, as a stream: at most ``OPERATIONS`` are in memory, the earliest ones.
+        first, last, chosen: of ``_choose_window``.
+        summary: of the whole recording.
+    Raises:
+        InvalidArgumentError: no operation touches the part.
     """
-    first, last, chosen = window
-    kept: list[Operation] = []
-    cycles: list[float] = []
-    total = 0
-    cut = math.inf
+    total, cycles = 0, list[float]()
     longest = max(tensor.phases["whole"].max for tensor in summary.tensors)
-    for item in recording.items():
-        if isinstance(item, CycleMark):
-            if first <= item.time <= last and len(cycles) < _CYCLES:
-                cycles.append(item.time)
-            continue
-        if item.end > last + longest + _SLACK:
-            break  # the file is in order of time: no operation follows that began before ``last``
-        if item.begin < last and item.end >= first:
-            total += 1
-            if item.begin < cut:
-                kept.append(item)
-        if len(kept) > 2 * OPERATIONS:
-            cut = min(cut, _earliest(kept))
-    cut = min(cut, _earliest(kept)) if len(kept) > OPERATIONS else cut
-    steps = [] if summary.steps is None else summary.steps.begins.tolist()
-    return Lanes(
-        origin=summary.origin,
-        first=first,
-        last=last,
-        chosen=chosen,
-        shown_until=min(last, max(cut, first)),
-        total=total,
-        operations=sorted(kept, key=lambda operation: operation.begin),
-        cycles=cycles,
-        steps=[(index, begin) for index, begin in enumerate(steps) if first <= begin <= last],
-    )
 
+    def touching() -> Iterator[Operation]:
+        nonlocal total
+        for item in recording.items():
+            if isinstance(item, CycleMark):
+                if first <= item.time <= last and len(cycles) < _CYCLES:
+                    cycles.append(item.time)
+            elif item.end > last + longest + _SLACK:
+                return  # the file is in order of time: no operation follows that began before ``last``
+            elif item.begin < last and item.end >= first:
+                total += 1
+                yield item
 
-def _earliest(operations: list[Operation]) -> float:
-    """Keeps the operations that began first; returns when the first one began that is given up."""
-    operations.sort(key=lambda operation: operation.begin)
-    given_up = operations[OPERATIONS].begin
-    del operations[OPERATIONS:]
-    return given_up
-
-
-def _lane_data(lanes: Lanes) -> dict[str, Any]:
-    """What the script of the page draws: numbers and names only; times in microseconds since ``first``.
-
-    An operation is [lane, kind, begin, end of negotiation or null, start, end, bytes or null, [phase, start, end, ...],
-    last rank or null, its lateness].
-    """
-    names = lanes.names
-    lane_of = {name: index for index, name in enumerate(names)}
+    kept = heapq.nsmallest(OPERATIONS + 1, touching(), key=lambda operation: operation.begin)
+    shown_until = last if len(kept) <= OPERATIONS else max(kept.pop().begin, first)
+    places = [f"{(time - summary.origin) / 1e6:.6f}" for time in (first, shown_until, last)]
+    if not kept:
+        raise InvalidArgumentError(
+            f"no operation between {float(places[0]):g} and {float(places[2]):g} s of {str(recording.path)!r}; it has "
+            f"operations up to {summary.duration / 1e6:.6g} s."
+        )
+    lanes = {name: lane for lane, name in enumerate(dict.fromkeys(operation.tensor for operation in kept))}
     words: dict[str, int] = {}
-    first = lanes.first
 
     def word(text: str) -> int:
         return words.setdefault(_shown_name(text), len(words))
@@ -326,14 +244,14 @@ def _lane_data(lanes: Lanes) -> dict[str, Any]:
         return round(time - first, 1)
 
     operations = []
-    for operation in lanes.operations:
+    for operation in kept:
         phases: list[float] = []
         for phase in sorted(operation.phases[:_PHASES], key=lambda one: one.start):
             phases += (word(phase.name), after(phase.start), after(phase.end))
         late = sorted(operation.ticks.items(), key=lambda tick: tick[1])[-_TICKS:]
         operations.append(
             [
-                lane_of[operation.tensor],
+                lanes[operation.tensor],
                 word(operation.kind),
                 after(operation.begin),
                 None if operation.negotiate_end is None else after(operation.negotiate_end),
@@ -345,51 +263,32 @@ def _lane_data(lanes: Lanes) -> dict[str, Any]:
                 round(late[-1][1] - late[0][1], 1) if len(late) > 1 else 0,
             ]
         )
-    return {
-        "origin": round(first - lanes.origin, 1),
-        "length": round(max(lanes.shown_until - first, 1.0), 1),
-        "lanes": [_shown_name(name) for name in names],
-        "words": list(words),
-        "groups": [GROUPS.index(group_of(text)) for text in words],
-        "operations": operations,
-        "cycles": [after(time) for time in lanes.cycles if time <= lanes.shown_until],
-        "steps": [[number, after(begin)] for number, begin in lanes.steps if begin <= lanes.shown_until],
-    }
-
-
-def _lane_words(lanes: Lanes) -> dict[str, Any]:
-    """What the page says of the part that it shows operation by operation."""
-    since, until = ((time - lanes.origin) / 1e6 for time in (lanes.first, lanes.shown_until))
-    count, tensors = _number(len(lanes.operations)), _number(len(lanes.names))
-    left_out = ""
-    if lanes.total > len(lanes.operations):
+    steps = [] if summary.steps is None else summary.steps.begins.tolist()
+    count, tensors, left_out = f"{len(kept):,}", f"{len(lanes):,}", ""
+    if total > len(kept):
         left_out = (
-            f"this part has {_number(lanes.total)} operations, of which the page holds the first {count}; it ends "
-            f"before {(lanes.last - lanes.origin) / 1e6:.6f} s, where the part does. Choose a smaller part with "
-            "--step, --since and --until."
+            f"this part has {total:,} operations, of which the page holds the first {count}; it ends before "
+            f"{places[2]} s, where the part does. Choose a smaller part with --step, --since and --until."
         )
-    groups = {group_of(phase.name) for operation in lanes.operations for phase in operation.phases}
-    if any(operation.negotiate_end is not None for operation in lanes.operations):
-        groups.add("negotiate")
+    groups = {group_of(phase.name) for operation in kept for phase in operation.phases}
+    groups |= {"negotiate"} if any(operation.negotiate_end is not None for operation in kept) else set()
     return {
-        "lane_note": f"{lanes.chosen[:1].upper()}{lanes.chosen[1:]}: {since:.6f} to {until:.6f} s of the recording, "
-        f"{count} operations on {tensors} tensors. One lane per tensor; grey is time of an operation outside of its "
-        "phases.",
-        "lane_left_out": left_out,
-        "lane_label": f"{count} operations of {tensors} tensors, {lanes.chosen}.",
-        "lane_groups": [(index, group) for index, group in enumerate(GROUPS) if group in groups],
+        "data": {
+            "origin": round(first - summary.origin, 1),
+            "length": round(max(shown_until - first, 1.0), 1),
+            "lanes": [_shown_name(name) for name in lanes],
+            "words": list(words),
+            "groups": [GROUPS.index(group_of(text)) for text in words],
+            "operations": operations,
+            "cycles": [after(time) for time in cycles if time <= shown_until],
+            "steps": [[number, after(begin)] for number, begin in enumerate(steps) if first <= begin <= shown_until],
+        },
+        "note": f"{chosen[:1].upper()}{chosen[1:]}: {places[0]} to {places[1]} s of the recording, {count} operations "
+        f"on {tensors} tensors. One lane per tensor; grey is time of an operation outside of its phases.",
+        "left_out": left_out,
+        "label": f"{count} operations of {tensors} tensors, {chosen}.",
+        "groups": [(index, group) for index, group in enumerate(GROUPS) if group in groups],
     }
-
-
-def _number(value: float) -> str:
-    """A number with three digits and no exponent; whole numbers from a thousand on with commas."""
-    if abs(value) >= 999.5:
-        return f"{value:,.0f}"
-    if value == int(value):
-        return str(int(value))
-    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
-    text = f"{value:.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _shown_name(name: str) -> str:

@@ -17,7 +17,7 @@ from hvdkit.read.timeline import columns as timelines
 from hvdkit.read.timeline.measures import union
 from hvdkit.read.timeline.model import CycleMark
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.trace.reader import Source, TraceFile, collect
+from hvdkit.read.trace.reader import Kind, TraceFile, collect
 from hvdkit.read.trace.reader import read as read_trace
 from hvdkit.read.trace.results import TIMES, TraceTimes
 from hvdkit.read.trace.summary import Sets, times_between
@@ -59,7 +59,7 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path) -> Overla
     """
     recording, file = read(timeline), read_trace(trace)
     profile, operations = collect(file), timelines.collect(recording)
-    if not np.isin(profile.source, (Source.CPU_OPERATOR, Source.KERNEL)).any():
+    if not profile.are(Kind.OPERATOR, Kind.CALL, Kind.KERNEL, Kind.TRANSFER).any():
         raise CorruptDataError(
             f"no operator and no kernel in {str(trace)!r}; expected a trace that torch.profiler recorded with "
             "ProfilerActivity.CPU and exported with export_chrome_trace."
@@ -74,7 +74,7 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path) -> Overla
     base = _base(file)
     shift = (recording.start_time_since_epoch * 1000 - base) / 1000
     first, last = float(operations.begin.min()) + shift, float(operations.end.max()) + shift
-    recorded = profile.source != Source.HOROVOD
+    recorded = ~profile.are(Kind.EXCHANGE)
     since, until = float(profile.start[recorded].min()), float(profile.end[recorded].max())
     if first >= until or since >= last:
         raise DataError(

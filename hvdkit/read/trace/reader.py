@@ -125,23 +125,11 @@ def _corrupt(path: Path, why: str) -> CorruptDataError:
     )
 
 
-class Source(IntEnum):
-    """Where an event happened."""
-
-    CPU_OPERATOR = 0
-    CPU_RANGE = 1
-    KERNEL = 2
-    COPY = 3
-    HOROVOD = 4
-    RUNTIME = 5
-    """Calls of the device's runtime that wait for the device; the others are not kept."""
-
-
 class Kind(IntEnum):
-    """What an event counts as."""
+    """What an event is: what happened, and on which side."""
 
-    COMPUTATION = 0
-    COMMUNICATION = 1
+    OPERATOR = 0
+    CALL = 1
     """A call that communicates, or the wait for one: its thread does nothing else meanwhile."""
     BACKGROUND = 2
     """Communication that other threads go on with: a range around it holds nothing of the training."""
@@ -149,71 +137,58 @@ class Kind(IntEnum):
     STEP = 4
     RANGE = 5
     """A named range of the script or of PyTorch, which holds other events."""
-    COPY = 6
-    OTHER = 7
-    """Parts of Horovod's timeline in which nothing is exchanged."""
+    KERNEL = 6
+    TRANSFER = 7
+    """A kernel that communicates."""
+    COPY = 8
+    SYNCHRONISATION = 9
+    """A call of the device's runtime that waits for the device; the others are not kept."""
+    EXCHANGE = 10
+    """A collective of Horovod's timeline, which `hvdkit timeline merge` added."""
 
 
-SOURCES = {
-    "cpu_op": Source.CPU_OPERATOR,
-    "user_annotation": Source.CPU_RANGE,
-    "kernel": Source.KERNEL,
-    "cuda_runtime": Source.RUNTIME,
-    "cuda_driver": Source.RUNTIME,
-    "gpu_memcpy": Source.COPY,
-    "gpu_memset": Source.COPY,
-    "horovod": Source.HOROVOD,  # added by `hvdkit timeline merge`
-}
-"""Category of an event to where it happened; events of other categories do not count."""
-
+ON_GPU = (Kind.KERNEL, Kind.TRANSFER, Kind.COPY)
 LABELS = {
-    Kind.COMPUTATION: "operator",
-    Kind.COMMUNICATION: "communication",
+    Kind.OPERATOR: "operator",
+    Kind.CALL: "communication",
     Kind.BACKGROUND: "communication",
     Kind.DATA: "data",
     Kind.RANGE: "range",
+    Kind.KERNEL: "kernel",
+    Kind.TRANSFER: "communication",
     Kind.COPY: "copy",
 }
-"""How the kinds are called in tables; a kernel that computes is called so."""
-
+"""How the kinds are called in tables of operators; the others are none."""
 SYNCHRONISES = re.compile(
     r"aten::(item|_local_scalar_dense|is_nonzero|nonzero|equal)$|(cuda|hip)(Stream|Device|Event)Synchronize"
     r"|cudaMemcpy(_v\d+)?$|cu(Stream|Ctx|Event)Synchronize"
 )
 """Names of what the host calls and in which it waits for the device."""
 _STEP = re.compile(r"ProfilerStep[#*]\s*([0-9]{1,18})(?![0-9])")
-_DATA = re.compile(r"enumerate\(|hvdkit:data")
-_KERNEL = re.compile(r"(nccl|rccl|mscclpp|oneccl|ccl_)", re.IGNORECASE)
-_BACKGROUND = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):")
-_CALL = re.compile(r"(c10d|_c10d_functional|c10d_functional|_c10d_functional_autograd)::|record_param_comms|hvdkit:")
-_COMPILED = re.compile(r"Torch-Compiled Region|## Call CompiledFxGraph|CompiledFunction")
+_ANY = re.compile("")
+_ON_CPU = (
+    (_STEP, Kind.STEP),
+    (re.compile(r"enumerate\(|hvdkit:data"), Kind.DATA),  # what PyTorch's DataLoader puts around each batch
+    (re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):"), Kind.BACKGROUND),
+    (re.compile(r"_?c10d(_functional(_autograd)?)?::|record_param_comms|hvdkit:"), Kind.CALL),
+    (re.compile(r"Torch-Compiled Region|## Call CompiledFxGraph|CompiledFunction"), Kind.OPERATOR),
+)
+_KINDS = {
+    "cpu_op": (*_ON_CPU, (_ANY, Kind.OPERATOR)),
+    "user_annotation": (*_ON_CPU, (_ANY, Kind.RANGE)),
+    "kernel": ((re.compile(r"(?i)nccl|rccl|mscclpp|oneccl|ccl_"), Kind.TRANSFER), (_ANY, Kind.KERNEL)),
+    "cuda_runtime": ((SYNCHRONISES, Kind.SYNCHRONISATION),),
+    "cuda_driver": ((SYNCHRONISES, Kind.SYNCHRONISATION),),
+    "gpu_memcpy": ((_ANY, Kind.COPY),),
+    "gpu_memset": ((_ANY, Kind.COPY),),
+    "horovod": ((re.compile("|".join(COLLECTIVE_PREFIXES)), Kind.EXCHANGE),),
+}
+"""Category of an event to how its name begins, and what it is then; all other events do not count."""
 
 
-def kind_of(source: Source, name: str) -> Kind:
-    """What an event counts as.
-
-    Args:
-        source: where it happened.
-        name: as PyTorch wrote it. Data loading is the range that PyTorch's ``DataLoader`` puts around each batch.
-    """
-    if source == Source.HOROVOD:
-        return Kind.BACKGROUND if name.startswith(COLLECTIVE_PREFIXES) else Kind.OTHER
-    if source == Source.COPY:
-        return Kind.COPY
-    if source == Source.RUNTIME:
-        return Kind.OTHER
-    if source == Source.KERNEL:
-        return Kind.COMMUNICATION if _KERNEL.match(name) else Kind.COMPUTATION
-    for pattern, kind in (
-        (_STEP, Kind.STEP),
-        (_DATA, Kind.DATA),
-        (_BACKGROUND, Kind.BACKGROUND),
-        (_CALL, Kind.COMMUNICATION),
-        (_COMPILED, Kind.COMPUTATION),
-    ):
-        if pattern.match(name):
-            return kind
-    return Kind.COMPUTATION if source == Source.CPU_OPERATOR else Kind.RANGE
+def kind_of(category: str, name: str) -> Kind | None:
+    """What an event is, by its category and its name as PyTorch wrote them; None for one that does not count."""
+    return next((kind for pattern, kind in _KINDS[category] if pattern.match(name)), None)
 
 
 def step_number(name: str) -> int:
@@ -234,7 +209,7 @@ class TraceColumns:
         rank, size: of the process; None where neither the file nor its name says so.
         start, end: of the events, (n,), by process and thread, then in order of time, what holds others before them.
         name: index into ``names``.
-        source, kind: ``Source`` and ``Kind``.
+        kind: see ``Kind``.
         thread: a number for each pair of process and thread.
         external: what joins a kernel to the operator that started it; -1 where nothing does.
         names: of the events.
@@ -248,7 +223,6 @@ class TraceColumns:
     start: Floats
     end: Floats
     name: NDArray[np.int64]
-    source: NDArray[np.int64]
     kind: NDArray[np.int64]
     thread: NDArray[np.int64]
     external: NDArray[np.int64]
@@ -256,14 +230,13 @@ class TraceColumns:
     events: int
     skipped: int
 
+    def are(self, *kinds: Kind) -> NDArray[np.bool_]:
+        """Which events are of these kinds."""
+        return np.isin(self.kind, kinds)
+
     def covered(self, mask: NDArray[np.bool_]) -> Intervals:
         """What the events of the mask cover together."""
         return union(self.start[mask], self.end[mask])
-
-    @property
-    def on_gpu(self) -> NDArray[np.bool_]:
-        """Which events are kernels and copies."""
-        return np.isin(self.source, (Source.KERNEL, Source.COPY))
 
 
 def collect(source: str | Path | TraceFile) -> TraceColumns:
@@ -276,7 +249,8 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
             and no range.
     """
     file = source if isinstance(source, TraceFile) else read(source)
-    names: dict[tuple[Source, str], int] = {}
+    names: dict[tuple[str, str], int] = {}
+    kinds: dict[tuple[str, str], Kind | None] = {}
     threads: dict[tuple[str, str], int] = {}
     starts, ends = array("d"), array("d")
     ids = array("q")  # name, thread, external, by turns
@@ -285,15 +259,19 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
         if event is None:
             skipped += 1
             continue
-        source_ = SOURCES.get(event.cat)
-        if source_ is None or event.ph != "X" or (source_ == Source.RUNTIME and not SYNCHRONISES.match(event.name)):
+        if event.ph != "X" or event.cat not in _KINDS:
+            continue
+        key = event.cat, event.name
+        if key not in kinds:
+            kinds[key] = kind_of(*key)
+        if kinds[key] is None:
             continue
         if event.ts is None or event.dur is None or event.dur < 0:
             skipped += 1
             continue
         starts.append(event.ts)
         ends.append(event.ts + event.dur)
-        ids.append(names.setdefault((source_, event.name), len(names)))
+        ids.append(names.setdefault(key, len(names)))
         ids.append(threads.setdefault((str(event.pid), str(event.tid)), len(threads)))
         ids.append(_external(event.args))
     if not starts:
@@ -303,8 +281,6 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
         )
     start_of, end_of = np.frombuffer(starts, np.float64), np.frombuffer(ends, np.float64)
     name, thread_of, external_of = np.frombuffer(ids, np.int64).reshape(-1, 3).T
-    sources = np.array([source_ for source_, _ in names], np.int64)
-    kinds = np.array([kind_of(source_, text) for source_, text in names], np.int64)
     order = np.lexsort((-end_of, start_of, thread_of))
     rank, size_of_job = rank_of(file)
     return TraceColumns(
@@ -314,8 +290,7 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
         start=start_of[order],
         end=end_of[order],
         name=name[order],
-        source=sources[name[order]],
-        kind=kinds[name[order]],
+        kind=np.array([kinds[key] for key in names], np.int64)[name[order]],
         thread=thread_of[order],
         external=external_of[order],
         names=[text for _, text in names],

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import by_cost
-from hvdkit.read.timeline.measures import Intervals, common, covered, inside, joined, length, without
+from hvdkit.read.timeline.measures import common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
-from hvdkit.read.trace.reader import LABELS, SYNCHRONISES, Kind, Source, TraceColumns, collect, step_number
+from hvdkit.read.trace.reader import LABELS, ON_GPU, SYNCHRONISES, Kind, TraceColumns, collect, step_number
 from hvdkit.read.trace.results import (
     IdleGpu,
     Operator,
@@ -82,11 +82,14 @@ def one_rank(columns: TraceColumns) -> RankTrace:
     """What one trace holds."""
     since, until = window_of(columns)
     sets = Sets(columns)
-    within = (columns.start >= since) & (columns.start < until)
     steps = _steps(columns, sets, since)
     notes = [] if steps else [NO_STEPS]
     if sets.only_waits:
         notes.append(HIDDEN)
+    found = [
+        Operator(name, label, int(calls.sum()), max(0.0, float(own.sum())), float(on_gpu.sum()))
+        for (name, label), (calls, own, on_gpu) in by_name(columns, [(since, until)]).items()
+    ]
     return RankTrace(
         path=str(columns.path),
         rank=columns.rank,
@@ -94,7 +97,7 @@ def one_rank(columns: TraceColumns) -> RankTrace:
         times=times_between(sets, since, until),
         computed_by=sets.computed_by,
         steps=steps,
-        operators=_operators(columns, self_times(columns), within),
+        operators=tuple(sorted(found, key=lambda operator: (-operator.self_ms, operator.name))),
         events=columns.events,
         skipped=columns.skipped,
         notes=tuple(notes),
@@ -104,24 +107,25 @@ def one_rank(columns: TraceColumns) -> RankTrace:
 
 def _idle_gpu(columns: TraceColumns, sets: Sets, since: float, until: float) -> IdleGpu | None:
     """When the GPU neither computes nor communicates in the window, and why; see ``IdleGpu``."""
-    if not (columns.source == Source.KERNEL).any():
+    if not columns.are(Kind.KERNEL, Kind.TRANSFER).any():
         return None
-    window = np.array([since]), np.array([until])
-    idle = without(without(window, sets.computation), sets.communication)
+    idle = without((np.array([since]), np.array([until])), joined(sets.computation, sets.communication))
     copying = common(idle, sets.copies)
     loading = without(common(idle, sets.data), copying)
-    names = [number for number, name in enumerate(columns.names) if SYNCHRONISES.match(name)]
-    waits = {columns.names[number]: columns.covered(columns.name == number) for number in names}
-    left = without(without(idle, copying), loading)
-    times = {name: length(common(left, wait)) for name, wait in waits.items()}
-    synchronising = length(common(left, joined(*waits.values()))) if waits else 0.0
+    left = without(idle, joined(copying, loading))
+    waits = {
+        name: common(left, columns.covered(columns.name == number))
+        for number, name in enumerate(columns.names)
+        if SYNCHRONISES.match(name)
+    }
+    synchronising = length(joined(*waits.values())) if waits else 0.0
     return IdleGpu(
         idle=length(idle) / 1e3,
         loading=length(loading) / 1e3,
         copying=length(copying) / 1e3,
         synchronising=synchronising / 1e3,
         launching=max(0.0, length(left) - synchronising) / 1e3,
-        call=max(times, key=lambda name: times[name]) if synchronising else "",
+        call=max(waits, key=lambda name: length(waits[name])) if synchronising else "",
     )
 
 
@@ -129,47 +133,34 @@ class Sets:
     """When a process computed, communicated, loaded data and copied: disjoint intervals in microseconds."""
 
     def __init__(self, columns: TraceColumns) -> None:
-        kernels = columns.source == Source.KERNEL
-        communication = communicating(columns)
+        # The host's calls that only start a collective count where nothing shows how long that ran.
+        calls = columns.are(Kind.CALL, Kind.BACKGROUND, Kind.TRANSFER, Kind.EXCHANGE)
+        starts = np.array([name.startswith(STARTS) for name in columns.names])[columns.name]
+        shown = calls & (~starts | columns.are(Kind.TRANSFER))
+        communication = shown if shown.any() or columns.are(*ON_GPU).any() else calls
         self.communication = columns.covered(communication)
-        self.data = columns.covered(columns.kind == Kind.DATA)
-        self.copies = columns.covered(columns.kind == Kind.COPY)
+        self.data = columns.covered(columns.are(Kind.DATA))
+        self.copies = columns.covered(columns.are(Kind.COPY))
         names = [columns.names[number] for number in np.unique(columns.name[communication]).tolist()]
         self.only_waits = bool(names) and all(name.startswith("hvdkit:") for name in names)
-        self.computation: Intervals
-        if kernels.any():
-            self.computation = columns.covered(kernels & (columns.kind == Kind.COMPUTATION))
-            self.computed_by = "GPU kernels"
+        self.computed_by = "GPU kernels"
+        self.computation = columns.covered(columns.are(Kind.KERNEL))
+        if columns.are(Kind.KERNEL, Kind.TRANSFER).any():
             return
         self.computed_by = "CPU operators of the thread that computed longest"
-        self.computation = np.zeros(0), np.zeros(0)
-        operators = columns.kind == Kind.COMPUTATION
+        operators, elsewhere = columns.are(Kind.OPERATOR), columns.are(Kind.CALL, Kind.DATA)
         for thread in np.unique(columns.thread[operators]).tolist():
             mine = columns.thread == thread
-            calls = columns.covered(mine & ((columns.kind == Kind.COMMUNICATION) | (columns.kind == Kind.DATA)))
-            found = without(columns.covered(mine & operators), calls)
-            if length(found) > length(self.computation):
-                self.computation = found
-
-
-def communicating(columns: TraceColumns) -> NDArray[np.bool_]:
-    """Which events are communication: not the host's calls, which only start it, where something shows how long it ran.
-
-    On a GPU that are kernels, without one the ranges of Gloo and MPI, and the waits of hvdkit.
-    """
-    calls = np.isin(columns.kind, (Kind.COMMUNICATION, Kind.BACKGROUND))
-    starts = np.array([name.startswith(STARTS) for name in columns.names])
-    host = calls & starts[columns.name] & (columns.source != Source.KERNEL)
-    shown = calls & ~host
-    return np.asarray(shown if shown.any() or columns.on_gpu.any() else calls)
+            found = without(columns.covered(mine & operators), columns.covered(mine & elsewhere))
+            self.computation = max(self.computation, found, key=length)
 
 
 def window_of(columns: TraceColumns) -> tuple[float, float]:
     """From the first step to the last and the kernels that they started; without steps from first to last event."""
-    steps = columns.kind == Kind.STEP
+    steps = columns.are(Kind.STEP)
     counted = steps if steps.any() else np.ones(len(columns.start), bool)
     since, until = float(columns.start[counted].min()), float(columns.end[counted].max())
-    late = columns.on_gpu & (columns.start >= since)
+    late = columns.are(*ON_GPU) & (columns.start >= since)
     return since, max(until, float(columns.end[late].max(initial=until)))
 
 
@@ -195,7 +186,7 @@ def times_between(sets: Sets, since: float, until: float) -> TraceTimes:
 
 def step_windows(columns: TraceColumns) -> list[tuple[int, float, float]]:
     """Number, start and end of each step in order of time; those of one number that overlap are one step."""
-    rows = np.flatnonzero(columns.kind == Kind.STEP)
+    rows = np.flatnonzero(columns.are(Kind.STEP))
     found: list[tuple[int, float, float]] = []
     for row in rows[np.argsort(columns.start[rows], kind="stable")].tolist():
         number = step_number(columns.names[int(columns.name[row])])
@@ -239,6 +230,32 @@ def _require_one_run(ranks: Sequence[RankTrace]) -> None:
         seen[one.rank] = one
 
 
+def by_name(columns: TraceColumns, windows: Sequence[tuple[float, float]]) -> dict[tuple[str, str], Floats]:
+    """Operators, kernels, ranges and copies by name and kind, without steps and what a merged timeline added.
+
+    Args:
+        columns: the trace.
+        windows: start and end of each, in order of time, in microseconds of the trace.
+    Returns:
+        (3, windows): calls, milliseconds in the calls themselves, and those of the kernels that they started.
+    """
+    begins, ends = np.array(windows).T
+    window = np.searchsorted(begins, columns.start, side="right") - 1
+    counted = (window >= 0) & (columns.are(*ON_GPU) | (columns.start < ends[window]))
+    rows = np.flatnonzero(counted & columns.are(*LABELS))
+    cells, shape = columns.name[rows] * len(windows) + window[rows], (len(columns.names), len(windows))
+    sums = [
+        np.bincount(cells, times, shape[0] * shape[1]).reshape(shape)
+        for times in (None, self_times(columns)[rows] / 1e3, _gpu_times(columns)[rows] / 1e3)
+    ]
+    found: dict[tuple[str, str], Floats] = {}
+    numbers, first = np.unique(columns.name[rows], return_index=True)
+    for number, kind in zip(numbers.tolist(), columns.kind[rows[first]].tolist(), strict=True):
+        key = columns.names[number], LABELS[Kind(kind)]
+        found[key] = found.get(key, 0.0) + np.stack([of_names[number] for of_names in sums])
+    return found
+
+
 def self_times(columns: TraceColumns) -> Floats:
     """Microseconds of each event without the calls inside it, thread by thread.
 
@@ -246,8 +263,7 @@ def self_times(columns: TraceColumns) -> Floats:
     holds nothing either: `hvdkit launch --torch-profile` begins the next one within the optimizer's step().
     """
     own = columns.end - columns.start
-    on_cpu = np.isin(columns.source, (Source.CPU_OPERATOR, Source.CPU_RANGE))
-    rows = np.flatnonzero(on_cpu & ~np.isin(columns.kind, (Kind.BACKGROUND, Kind.STEP)))
+    rows = np.flatnonzero(columns.are(Kind.OPERATOR, Kind.CALL, Kind.DATA, Kind.RANGE))
     thread = -1
     stack: list[tuple[int, float]] = []  # those that are open: row and end
     for row in rows.tolist():
@@ -269,9 +285,9 @@ def self_times(columns: TraceColumns) -> Floats:
 
 def _gpu_times(columns: TraceColumns) -> Floats:
     """Microseconds of the kernels and copies that each operator started itself, by the number that both carry."""
-    found = np.zeros(len(columns.start))
-    on_gpu = np.flatnonzero(columns.on_gpu & (columns.external > 0))
-    operators = np.flatnonzero((columns.source == Source.CPU_OPERATOR) & (columns.external > 0))
+    found, joins = np.zeros(len(columns.start)), columns.external > 0
+    on_gpu = np.flatnonzero(joins & columns.are(*ON_GPU))
+    operators = np.flatnonzero(joins & columns.are(Kind.OPERATOR, Kind.CALL, Kind.DATA, Kind.RANGE))
     if len(on_gpu) and len(operators):
         numbers, place = np.unique(columns.external[on_gpu], return_inverse=True)
         times = np.bincount(place, columns.end[on_gpu] - columns.start[on_gpu])
@@ -281,84 +297,25 @@ def _gpu_times(columns: TraceColumns) -> Floats:
     return found
 
 
-def _operators(columns: TraceColumns, own: Floats, counted: NDArray[np.bool_]) -> tuple[Operator, ...]:
-    """The counted events by name, the largest self time first, without steps and what a merged timeline added."""
-    rows = np.flatnonzero(
-        counted & (columns.kind != Kind.STEP) & ~np.isin(columns.source, (Source.HOROVOD, Source.RUNTIME))
-    )
-    numbers, first, place = np.unique(columns.name[rows], return_index=True, return_inverse=True)
-    calls = np.bincount(place, minlength=len(numbers))
-    self_ms, gpu_self_ms = (np.bincount(place, times[rows], len(numbers)) / 1e3 for times in (own, _gpu_times(columns)))
-    found = [
-        Operator(
-            name=columns.names[number],
-            kind=_label(int(columns.source[row]), int(columns.kind[row])),
-            calls=int(calls[at]),
-            self_ms=max(0.0, float(self_ms[at])),
-            gpu_self_ms=float(gpu_self_ms[at]),
-        )
-        for at, (number, row) in enumerate(zip(numbers.tolist(), rows[first].tolist(), strict=True))
-    ]
-    return tuple(sorted(found, key=lambda operator: (-operator.self_ms, operator.name)))
-
-
-def _label(source: int, kind: int) -> str:
-    """What an event is called in tables."""
-    if source == Source.KERNEL and kind == Kind.COMPUTATION:
-        return "kernel"
-    return LABELS[Kind(kind)]
-
-
-def self_times_by_step(columns: TraceColumns) -> tuple[dict[tuple[str, str], Floats], int]:
-    """For ``hvdkit diff``: by name and kind, the milliseconds in each step, or in the window where there are none.
-
-    Returns:
-        The self times (with GPUs of the kernels, too), each (steps,), and the number of steps.
-    """
-    windows = step_windows(columns) or [(0, *window_of(columns))]
-    edges = np.array([window[1] for window in windows])
-    ends = np.array([window[2] for window in windows])
-    step = np.searchsorted(edges, columns.start, side="right") - 1
-    counted = (step >= 0) & (columns.kind != Kind.STEP)
-    counted &= ~np.isin(columns.source, (Source.HOROVOD, Source.RUNTIME))
-    rows = np.flatnonzero(counted & ((columns.start < ends[np.maximum(step, 0)]) | columns.on_gpu))
-    own = self_times(columns)[rows] / 1e3
-    flat = np.bincount(columns.name[rows] * len(windows) + step[rows], own, len(columns.names) * len(windows))
-    found: dict[tuple[str, str], Floats] = {}
-    numbers, first = np.unique(columns.name[rows], return_index=True)
-    for number, row in zip(numbers.tolist(), rows[first].tolist(), strict=True):
-        key = columns.names[number], _label(int(columns.source[row]), int(columns.kind[row]))
-        found[key] = found.get(key, np.zeros(len(windows))) + flat.reshape(-1, len(windows))[number]
-    return found, len(windows)
-
-
 def _collectives(columns: TraceColumns, steps: Sequence[TraceStep], since: float) -> _Waits:
-    """The collectives of one rank in its steps, which its peers have under the same key."""
-    rows = np.flatnonzero(_blocking(columns))
-    rows = rows[np.argsort(columns.start[rows], kind="stable")]
+    """The collectives of one rank in its steps, which its peers have under the same key.
+
+    What ends on all ranks together: kernels that communicate, else Gloo's and MPI's, else hvdkit's waits.
+    """
+    waits = np.array([name.startswith("hvdkit:") for name in columns.names], bool)[columns.name]
+    meets = (columns.are(Kind.TRANSFER), columns.are(Kind.BACKGROUND), columns.are(Kind.CALL) & waits)
+    rows = np.flatnonzero(next((kind for kind in meets if kind.any()), meets[-1]))
     begins = np.array([step.begin * 1e3 + since for step in steps])
-    counts: dict[tuple[int, str], int] = {}
+    counts: Counter[tuple[int, str]] = Counter()
     times: _Waits = {}
-    for row in rows.tolist():
+    for row in rows[np.argsort(columns.start[rows], kind="stable")].tolist():
         at = int(np.searchsorted(begins, columns.start[row] + 1e-3, side="right")) - 1
         if steps and at < 0:
             continue
         key = (steps[at].number if steps else 0), columns.names[int(columns.name[row])]
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] += 1
         times[*key, counts[key]] = float(columns.end[row] - columns.start[row]) / 1e3
     return times
-
-
-def _blocking(columns: TraceColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Events that end on all ranks together: kernels that communicate, else Gloo's and MPI's, else hvdkit's waits."""
-    kernels = (columns.source == Source.KERNEL) & (columns.kind == Kind.COMMUNICATION)
-    if kernels.any():
-        return np.asarray(kernels)
-    background = (columns.kind == Kind.BACKGROUND) & (columns.source != Source.HOROVOD)
-    if background.any():
-        return np.asarray(background)
-    waits = np.array([name.startswith("hvdkit:") for name in columns.names], bool)[columns.name]
-    return np.asarray(waits & (columns.kind == Kind.COMMUNICATION))
 
 
 def _between(found: Sequence[tuple[RankTrace, _Waits]]) -> tuple[TraceSkew | None, str]:

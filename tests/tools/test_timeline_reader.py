@@ -10,7 +10,7 @@ from timeline_files import REAL
 
 from hvdkit.errors import DataError, DataNotFoundError
 from hvdkit.read.timeline import CycleMark, Operation, reader
-from hvdkit.read.timeline.model import Phase, group_of, parse_shape, size_in_bytes
+from hvdkit.read.timeline.model import Phase, group_of, shape_and_bytes
 
 
 def event(ph, ts, pid, name=None, **args):
@@ -259,13 +259,13 @@ def test_a_missing_file_and_a_directory_are_explained(tmp_path):
     [("[]", ()), ("[3, 4]", (3, 4)), ("[5]", (5,)), ("", None), ("[a]", None), ("[-1]", None), ("[,]", None)],
 )
 def test_shapes(text, shape):
-    assert parse_shape(text) == shape
+    assert shape_and_bytes("string", text) == (shape, None)
 
 
 def test_sizes_and_groups():
-    assert size_in_bytes("bfloat16", (3, 4)) == 24
-    assert size_in_bytes("float64", ()) == 8
-    assert size_in_bytes("string", (3,)) is None
+    assert shape_and_bytes("bfloat16", "[3, 4]") == ((3, 4), 24)
+    assert shape_and_bytes("float64", "[]") == ((), 8)
+    assert shape_and_bytes("int8", f"[{2**31}, {2**31}]")[1] is None, "more than any memory holds"
     assert group_of("NCCL_ALLREDUCE") == "collective"
     assert group_of("WAIT_FOR_OTHER_TENSOR_DATA") == "wait for data"
     assert group_of("MEMCPY_IN_HOST_BUFFER") == "memcpy in"

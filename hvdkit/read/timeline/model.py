@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -112,21 +113,18 @@ _PREFIXES = (
 )
 
 
-def parse_shape(text: str) -> tuple[int, ...] | None:
-    """The shape that Horovod writes as "[3, 3, 1, 32]" ("[]" for a scalar); None for any other text."""
-    if not (text.startswith("[") and text.endswith("]")):
-        return None
-    inside = text[1:-1].strip()
-    parts = inside.split(",") if inside else []
-    if not all(part.strip().isascii() and part.strip().isdecimal() and len(part) < 20 for part in parts):
-        return None
-    return tuple(int(part) for part in parts)
+@functools.lru_cache(maxsize=10_000)
+def shape_and_bytes(dtype: str, text: str) -> tuple[tuple[int, ...] | None, int | None]:
+    """The shape that Horovod writes as "[3, 3, 1, 32]" ("[]" for a scalar), and the bytes of a tensor of it.
+
+    None for any other text; as bytes also for an unknown type, or more than any memory holds.
+    """
+    try:
+        shape = _SHAPE.decode(text)
+    except msgspec.MsgspecError:
+        return None, None
+    size = ITEM_SIZES.get(dtype, 0) * math.prod(shape)
+    return shape, size if dtype in ITEM_SIZES and size < 1 << 60 else None
 
 
-def size_in_bytes(dtype: str, shape: tuple[int, ...] | None) -> int | None:
-    """Bytes of a tensor; None for an unknown type or shape, or more than any memory holds."""
-    item = ITEM_SIZES.get(dtype)
-    if item is None or shape is None:
-        return None
-    size = item * math.prod(shape)
-    return size if size < 1 << 60 else None
+_SHAPE = msgspec.json.Decoder(tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...])

@@ -17,10 +17,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from hvdkit.common.json_files import Part
+from hvdkit.errors import CorruptDataError
 
 HVDKIT, MPITRACE, MPIP = "hvdkit", "mpitrace", "mpiP"
 """What a profile was recorded with."""
@@ -162,6 +164,39 @@ class Profile:
             return ""
         names = ", ".join(map(str, self.missing[:8])) + (", ..." if len(self.missing) > 8 else "")
         return f"{len(self.missing)} of {self.size} ranks left no record: {names}."
+
+
+def of_ranks(
+    source: str,
+    parts: Sequence[tuple[Path, int, RankProfile]],
+    times: Mapping[int, float],
+    notes: Sequence[str],
+    library: str = "",
+) -> Profile:
+    """The profile of a job from what was recorded of its ranks, with what each call was for.
+
+    Args:
+        parts: the file of each, the ranks that the job has by it, and the rank.
+        times: seconds in MPI of ranks that a file tells otherwise than by their calls.
+        source, notes, library: as in ``Profile``.
+    Raises:
+        CorruptDataError: a rank is there twice, or cannot be, or the files are of different jobs.
+    """
+    there: dict[int, Path] = {}
+    first, size, _ = parts[0]
+    for path, size_there, of_rank in parts:
+        if of_rank.rank in there:
+            raise CorruptDataError(
+                f"Rank {of_rank.rank} is in two files, {there[of_rank.rank]} and {path}; give the files of one job."
+            )
+        if size_there != size:
+            raise CorruptDataError(f"{first} is of {size} ranks and {path} of {size_there}; give the files of one job.")
+        if of_rank.rank >= size:
+            raise CorruptDataError(f"{path} is of rank {of_rank.rank} of {size}, which cannot be; record again.")
+        there[of_rank.rank] = path
+    ranks = sorted((of_rank for *_, of_rank in parts), key=lambda of_rank: of_rank.rank)
+    seconds = {of_rank.rank: of_rank.mpi_seconds for of_rank in ranks} | dict(times)
+    return with_purposes(Profile(source, size, tuple(ranks), dict(sorted(seconds.items())), tuple(notes), library))
 
 
 def with_purposes(profile: Profile) -> Profile:

@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from hvdkit.errors import CorruptDataError
-from hvdkit.read.mpi_profile.model import MPIP, Calls, Profile, RankProfile
+from hvdkit.read.mpi_profile.model import MPIP, Calls, Profile, RankProfile, of_ranks
 
 HEAD = "@ mpiP"
 _SECTION = re.compile(r"^@-+ (.*?) -*\s*$")
@@ -53,17 +53,13 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
         raise CorruptDataError(f"{path} is damaged: {error}; copy it again.") from error
     if not tasks or sorted(tasks) != list(range(len(tasks))):
         raise CorruptDataError(f"{path} does not list all tasks from 0 on under 'MPI Time'; it is damaged.")
-    ranks = []
-    for number, (seconds, _) in sorted(tasks.items()):
+    parts = []
+    for number, (seconds, _) in tasks.items():
         calls = tuple(row for (_, _, rank), row in rows.items() if rank == number)
-        ranks.append(RankProfile(number, "finalized", seconds, sum(row.seconds for row in calls), calls))
-    return Profile(
-        source=MPIP,
-        size=len(tasks),
-        ranks=tuple(ranks),
-        mpi_seconds={number: mpi for number, (_, mpi) in sorted(tasks.items())},
-        notes=("mpiP gives three digits, and as bytes those that a rank sent.",),
-    )
+        in_mpi = sum(row.seconds for row in calls)
+        parts.append((path, len(tasks), RankProfile(number, "finalized", seconds, in_mpi, calls)))
+    times = {number: in_mpi for number, (_, in_mpi) in tasks.items()}
+    return of_ranks(MPIP, parts, times, ("mpiP gives three digits, and as bytes those that a rank sent.",))
 
 
 def _sections(text: str) -> dict[str, list[str]]:

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.errors import CorruptDataError
-from hvdkit.read.mpi_profile.model import MPITRACE, Calls, Profile, RankProfile
+from hvdkit.read.mpi_profile.model import MPITRACE, Calls, Profile, RankProfile, of_ranks
 
 HEAD = re.compile(r"^Data for MPI rank (\d{1,7}) of (\d{1,7}):")
-_ROUTINE = re.compile(r"^(MPI_\w+)\s+(\d{1,18})\s+(\d{1,18}(?:\.\d+)?)\s+(\d{1,18}(?:\.\d+)?)\s*$")
-_SIZES_OF = re.compile(r"^\s*(MPI_\w+)\s+#calls\s+avg\. bytes\s+time\(sec\)\s*$")
-_SIZE = re.compile(r"^\s+(\d{1,18})\s+(\d{1,18}(?:\.\d+)?)\s+(\d{1,18}(?:\.\d+)?)\s*$")
-_TOTAL = re.compile(r"^total communication time\s*=\s*(\S+) seconds")
-_ELAPSED = re.compile(r"^total elapsed time\s*=\s*(\S+) seconds")
-_SECONDS = re.compile(r"\d{1,18}(?:\.\d+)?")
+_NUMBER = r"(\d{1,18}(?:\.\d+)?)"
+_ROW = re.compile(rf"(MPI_\w+)?\s+(\d{{1,18}})\s+{_NUMBER}\s+{_NUMBER}\s*")
+"""Calls, average bytes and seconds: of a routine, or below its heading of a size."""
+_SIZES_OF = re.compile(r"\s*(MPI_\w+)\s+#calls\s+avg\. bytes\s+time\(sec\)\s*")
+_ELAPSED = re.compile(r"total elapsed time\s*=\s*(\S+) seconds")
+_SECONDS = re.compile(_NUMBER)
 _RANK = re.compile(r"\d{1,7}")
 _SIZES_BEGIN = "Message size distributions:"
 _SIZES_END = ("Summary for on-node", "Call Graph Section", "Communication summary", "MPI timing summary")
@@ -36,108 +36,75 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
     Raises:
         CorruptDataError: a file is cut off, its parts disagree, or the files are of different jobs.
     """
-    ranks: dict[int, tuple[Path, RankProfile]] = {}
-    sizes: dict[int, Path] = {}
-    times: dict[int, float] = {}
-    for path, text in files:
-        size, rank = _read_one(path, text)
-        if rank.rank in ranks:
-            raise CorruptDataError(
-                f"Rank {rank.rank} is in two files, {ranks[rank.rank][0]} and {path}; give the files of one job."
-            )
-        ranks[rank.rank] = path, rank
-        sizes.setdefault(size, path)
-        times.update(_times_of_all(path, text))
-    if len(sizes) > 1:
-        (one, first), (other, second) = list(sizes.items())[:2]
-        raise CorruptDataError(f"{first} is of {one} ranks and {second} of {other}; give the files of one job.")
-    times.update({number: rank.mpi_seconds for number, (_, rank) in ranks.items() if number not in times})
-    return Profile(
-        source=MPITRACE,
-        size=next(iter(sizes)),
-        ranks=tuple(ranks[number][1] for number in sorted(ranks)),
-        mpi_seconds=dict(sorted(times.items())),
-        notes=("mpitrace rounds bytes to a tenth per call and seconds to a millisecond.",),
-    )
+    found = [_read_one(path, text) for path, text in files]
+    times = {number: seconds for *_, of_all in found for number, seconds in of_all.items()}
+    note = "mpitrace rounds bytes to a tenth per call and seconds to a millisecond."
+    return of_ranks(MPITRACE, [(path, size, rank) for path, size, rank, _ in found], times, (note,))
 
 
-def _read_one(path: Path, text: str) -> tuple[int, RankProfile]:
-    """One rank's file: number of ranks, the rank with its calls; an error where their numbers do not agree."""
+def _read_one(path: Path, text: str) -> tuple[Path, int, RankProfile, dict[int, float]]:
+    """One rank's file: number of ranks, the rank with its calls, and in that of rank 0 the seconds of every rank in
+    MPI, from a table whose hosts' names stay there. An error where numbers do not agree.
+    """
     lines = text.splitlines()
     head = HEAD.match(lines[0]) if lines else None
     if head is None or int(head[1]) >= int(head[2]):
         raise CorruptDataError(f"{path}, line 1: expected 'Data for MPI rank N of M:', as mpitrace writes it.")
-    elapsed = next((match for match in map(_ELAPSED.match, lines) if match), None)
-    if elapsed is None or not any(line.startswith(_SIZES_BEGIN) for line in lines):
-        raise CorruptDataError(f"{path} is cut off before its message sizes; copy it again, or leave it out.")
-    routines, by_size = _routines(path, lines), _sizes(lines)
-    rows: list[Calls] = []
-    for name, whole in routines.items():
-        parts = by_size.get(name, [] if whole.bytes else [whole])
-        calls = sum(part.calls for part in parts)
-        if calls != whole.calls:
-            raise CorruptDataError(
-                f"{path}: the sizes of {name} are of {calls} calls, and there were {whole.calls}; the file is cut off "
-                "or damaged: copy it again, or leave it out."
-            )
-        rows += parts
-    summed = sum(row.seconds for row in routines.values())
-    return int(head[2]), RankProfile(int(head[1]), "finalized", _seconds(path, elapsed[1]), summed, tuple(rows))
-
-
-def _routines(path: Path, lines: Sequence[str]) -> dict[str, Calls]:
-    """The table of routines, which comes before the times."""
-    found: dict[str, Calls] = {}
+    routines: dict[str, list[Calls]] = {}
+    sizes: dict[str, list[Calls]] = {}
+    times: dict[int, float] = {}
+    elapsed, table, routine, column = "", "routines", "", 0
+    begun = False
     for number, line in enumerate(lines, start=1):
-        if _TOTAL.match(line):
-            break
-        if match := _ROUTINE.match(line):
-            row = _calls(match[1], match[2], match[3], match[4])
-            if row is not None:
-                found[match[1]] = row
-        elif line.startswith("MPI_") and not line.startswith("MPI_Routine"):
+        words = line.split()
+        row = _ROW.fullmatch(line)
+        if line.startswith("total communication time"):
+            table = ""
+        elif line.startswith(_SIZES_BEGIN):
+            table, begun = "sizes", True
+        elif table == "sizes" and line.startswith(_SIZES_END):
+            table = ""
+        elif "taskid" in words and "comm(s)" in words:
+            table, column = "tasks", words.index("comm(s)")
+        elif table == "tasks":
+            if words and _RANK.fullmatch(words[0]) and len(words) > column:
+                times[int(words[0])] = _seconds(path, words[column])
+            else:
+                table = ""
+        elif table == "routines" and row and row[1]:
+            routines[row[1]] = _calls(row[1], row)
+        elif table == "routines" and line.startswith("MPI_") and not line.startswith("MPI_Routine"):
             raise CorruptDataError(
                 f"{path}, line {number}: expected a routine with calls, bytes and seconds, got {line[:60]!r}."
             )
-    return found
+        elif table == "sizes" and (heading := _SIZES_OF.fullmatch(line)):
+            routine = heading[1]
+            sizes[routine] = []
+        elif table == "sizes" and routine and row and not row[1]:
+            sizes[routine] += _calls(routine, row)
+        elif not elapsed and (match := _ELAPSED.match(line)):
+            elapsed = match[1]
+    if not elapsed or not begun:
+        raise CorruptDataError(f"{path} is cut off before its message sizes; copy it again, or leave it out.")
+    rows: list[Calls] = []
+    for name, whole in routines.items():
+        parts = sizes.get(name, [row for row in whole if not row.bytes])
+        calls, expected = (sum(row.calls for row in some) for some in (parts, whole))
+        if calls != expected:
+            raise CorruptDataError(
+                f"{path}: the sizes of {name} are of {calls} calls, and there were {expected}; the file is cut off or "
+                "damaged: copy it again, or leave it out."
+            )
+        rows += parts
+    in_mpi = sum(row.seconds for whole in routines.values() for row in whole)
+    rank = RankProfile(int(head[1]), "finalized", _seconds(path, elapsed), in_mpi, tuple(rows))
+    return path, int(head[2]), rank, times
 
 
-def _sizes(lines: Sequence[str]) -> dict[str, list[Calls]]:
-    found: dict[str, list[Calls]] = {}
-    inside, routine = False, ""
-    for line in lines:
-        if line.startswith(_SIZES_BEGIN):
-            inside = True
-        elif line.startswith(_SIZES_END):
-            break
-        elif inside and (match := _SIZES_OF.match(line)):
-            routine = match[1]
-            found[routine] = []
-        elif inside and routine and (match := _SIZE.match(line)):
-            row = _calls(routine, match[1], match[2], match[3])
-            if row is not None:
-                found[routine].append(row)
-    return found
-
-
-def _calls(routine: str, calls: str, average: str, seconds: str) -> Calls | None:
-    count, size = int(calls), float(average)
-    return Calls(routine, count, float(seconds), bytes=count * size) if count else None
-
-
-def _times_of_all(path: Path, text: str) -> dict[int, float]:
-    """Seconds in MPI of every rank, from the table in the file of rank 0; the names of hosts stay there."""
-    found: dict[int, float] = {}
-    column: int | None = None
-    for line in text.splitlines():
-        words = line.split()
-        if "taskid" in words and "comm(s)" in words:
-            column = words.index("comm(s)")
-        elif column is not None and words and _RANK.fullmatch(words[0]) and len(words) > column:
-            found[int(words[0])] = _seconds(path, words[column])
-        elif column is not None:
-            break
-    return found
+def _calls(routine: str, row: re.Match[str]) -> list[Calls]:
+    """What a row of a table says, nothing where there were no calls."""
+    count = int(row[2])
+    return [Calls(routine, count, float(row[4]), bytes=count * float(row[3]))] if count else []
 
 
 def _seconds(path: Path, word: str) -> float:

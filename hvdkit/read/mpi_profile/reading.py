@@ -5,7 +5,6 @@ Those of ``hvdkit launch --mpi-profile``, mpi_profile.RANK.json, are read here, 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import count_text
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
 from hvdkit.read.mpi_profile import mpip, mpitrace
-from hvdkit.read.mpi_profile.model import HVDKIT, MPIP, MPITRACE, Calls, Profile, RankProfile, with_purposes
+from hvdkit.read.mpi_profile.model import HVDKIT, MPIP, MPITRACE, Calls, Profile, RankProfile, of_ranks
 
 _PATTERNS = ("mpi_profile.*", "*.mpiP")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -108,26 +107,15 @@ def _read_ours(files: Sequence[tuple[Path, str]]) -> Profile:
         CorruptDataError: a file is cut off or holds what cannot be.
     """
     found = [(path, json_files.decode(text, RankFile, str(path), CorruptDataError)) for path, text in files]
-    path, newest = max(found, key=lambda one: one[0].stat().st_mtime_ns if one[0].exists() else 0)
+    _, newest = max(found, key=lambda one: one[0].stat().st_mtime_ns if one[0].exists() else 0)
     of_job = sorted((one for one in found if one[1].job == newest.job), key=lambda one: one[1].rank)
-    for (first, file), (second, other) in itertools.pairwise(of_job):
-        if file.rank == other.rank:
-            raise CorruptDataError(f"Rank {file.rank} is in two files, {first} and {second}; give each rank once.")
-    files_of_job = [file for _, file in of_job]
-    if any(file.size != newest.size for file in files_of_job) or files_of_job[-1].rank >= newest.size:
-        raise CorruptDataError(f"The files beside {path} disagree about the number of ranks; record again.")
-    ranks = []
-    for file in files_of_job:
+    parts = []
+    for path, file in of_job:
         calls = _calls(file)
-        ranks.append(RankProfile(file.rank, file.state, file.seconds, sum(row.seconds for row in calls), calls))
-    return Profile(
-        source=HVDKIT,
-        size=newest.size,
-        ranks=tuple(ranks),
-        mpi_seconds={rank.rank: rank.mpi_seconds for rank in ranks},
-        notes=tuple(_notes(files_of_job, len(found) - len(ranks))),
-        library=newest.library,
-    )
+        rank = RankProfile(file.rank, file.state, file.seconds, sum(row.seconds for row in calls), calls)
+        parts.append((path, file.size, rank))
+    notes = _notes([file for _, file in of_job], len(found) - len(of_job))
+    return of_ranks(HVDKIT, parts, {}, notes, newest.library)
 
 
 def _notes(files: Sequence[RankFile], older: int) -> list[str]:
@@ -194,7 +182,7 @@ def read(paths: Sequence[Path]) -> Profile:
         names = " and ".join(f"{of_source[0][0]} is of {source}" for source, of_source in found.items())
         raise DataError(f"These files are of different formats: {names}; give those of one.")
     ((source, contents),) = found.items()
-    return with_purposes(READERS[source](contents))
+    return READERS[source](contents)
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:

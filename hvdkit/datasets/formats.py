@@ -1,9 +1,9 @@
 """The files in which image data sets are published: IDX, npz, and CIFAR-10's batches, binary or pickled.
 
 Every way in which a file can be damaged is one sentence that names it. A pickle is a program: loading one calls
-whatever it names, and CIFAR-10's "python version" is six of them. Here every name that such a file may use becomes a
-``_Recorded`` note of what was asked, and nothing is called; the array is then built from the notes. Any other name is
-refused.
+whatever it names, and CIFAR-10's "python version" is six of them. Here the three names that the published files use
+become ``_Recorded`` notes of what was asked, and nothing is called; the array is then built from the notes. Any other
+name is refused.
 
 Sources: the file format section of http://yann.lecun.com/exdb/mnist/; https://www.cs.toronto.edu/~kriz/cifar.html,
 "Dataset layout".
@@ -14,14 +14,13 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
 import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,20 +37,8 @@ LONGEST_QUOTE = 400
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
 PICKLED_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 BINARY_BATCHES = tuple(f"{name}.bin" for name in PICKLED_BATCHES)
-# All that NumPy has ever written for an array of numbers: NumPy 1 and 2 spellings, pickle protocols 0 to 5.
-ALLOWED_NAMES = frozenset(
-    {
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy.core.numeric", "_frombuffer"),
-        ("numpy._core.numeric", "_frombuffer"),
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("_codecs", "encode"),
-    }
-)
-FRAME_BYTES = 9  # the opcode and a 64-bit length
-UINT8_NAMES = frozenset({"u1", "|u1", "B", "uint8"})
+ARRAY_NAMES = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
+"""All that the published pickles ask for."""
 
 
 class ImageFormat(NamedTuple):
@@ -276,21 +263,20 @@ def _binary_batch(content: bytes, where: str, form: ImageFormat) -> Pair:
 
 
 def _pickled_batch(content: bytes, where: str, form: ImageFormat) -> Pair:
-    entries = read_dictionary(content, where)
-    missing = [key for key in ("data", "labels") if key not in entries]
+    with reading(where):
+        entries = _RecordingUnpickler(content, where).load()
+    if not isinstance(entries, dict):
+        raise corrupt(where, "it holds no dictionary of arrays")
+    missing = [key for key in ("data", "labels") if key.encode() not in entries]
     if missing:
         raise corrupt(where, f"it lacks {' and '.join(missing)}")
-    images = _images_from_planes(uint8_array(entries["data"], where), form, where)
-    return _checked_pair(images, _label_array(entries["labels"], where), form, where)
-
-
-def _label_array(labels: Any, where: str) -> NDArray[Any]:
-    if not isinstance(labels, list):
-        return uint8_array(labels, where)
-    if not all(type(label) is int for label in labels):
+    labels = entries[b"labels"]
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         raise corrupt(where, "its labels are not whole numbers")
+    images = _images_from_planes(_recorded_array(entries[b"data"], where), form, where)
     with reading(where):
-        return np.array(labels, dtype=np.int64)
+        numbers = np.array(labels, dtype=np.int64)
+    return _checked_pair(images, numbers, form, where)
 
 
 def _images_from_planes(rows: NDArray[np.uint8], form: ImageFormat, where: str) -> NDArray[np.uint8]:
@@ -324,97 +310,30 @@ class _Recorded:
         self.state = state
 
 
-class _RecordingUnpickler(pickle.Unpickler):
+class _RecordingUnpickler(pickle._Unpickler):
+    """The one in Python: that in C allocates its memo up to any number that a damaged byte names."""
+
     def __init__(self, content: bytes, where: str) -> None:
         super().__init__(io.BytesIO(content), fix_imports=False, encoding="bytes")
         self.where = where
 
     def find_class(self, module_name: str, global_name: str, /) -> _Recorded:
-        if (module_name, global_name) not in ALLOWED_NAMES:
+        if (module_name, global_name) not in ARRAY_NAMES:
             raise corrupt(self.where, f"it asks for {module_name}.{global_name}, which no array needs and was not run")
         return _Recorded(global_name)
 
 
-def read_dictionary(content: bytes, where: str) -> dict[str, Any]:
-    """The dictionary in a pickle, keys as text; arrays in it are still notes for `uint8_array`.
-
-    Args:
-        content: the whole pickle.
-        where: the file's name for error messages.
-    Raises:
-        CorruptDataError: damaged, not a dictionary, or asks for anything but an array.
-    """
-    with reading(where):
-        value = _RecordingUnpickler(_plain_instructions(content, where), where).load()
-    if not isinstance(value, dict):
-        raise corrupt(where, "it holds no dictionary of arrays")
-    return {_text(key): entry for key, entry in value.items()}
-
-
-def _plain_instructions(content: bytes, where: str) -> bytes:
-    """The same pickle without frames, proven to ask for no more memory than it fills.
-
-    Walking the instructions proves every length to lie inside the file. Frames are a hint for reading ahead; one
-    that ends inside an instruction would make the unpickler see other instructions than were walked here.
-    """
-    pieces = []
-    start = 0
-    for count, (opcode, argument, position) in enumerate(pickletools.genops(content), start=1):
-        if opcode.name == "FRAME" and position is not None:
-            pieces.append(content[start:position])
-            start = position + FRAME_BYTES
-        # A pickler numbers its memo entries in sequence; the unpickler allocates up to the number it reads, so that
-        # one damaged byte could ask for 64 GB.
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument is not None and argument > count:
-            raise corrupt(where, f"memo entry {argument} in the first {count} instructions")
-    return b"".join([*pieces, content[start:]])
-
-
-def uint8_array(value: Any, where: str) -> NDArray[np.uint8]:
-    """Build the array that a pickle describes.
-
-    Args:
-        value: an entry of `read_dictionary`.
-        where: the file's name for error messages.
-    Raises:
-        CorruptDataError: not an array of uint8, or its data does not fill its shape.
-    """
-    order: Literal["C", "F"]
+def _recorded_array(value: Any, where: str) -> NDArray[np.uint8]:
+    """The array of bytes that a pickle describes, in C order, or a CorruptDataError."""
     match value:
-        case _Recorded(name="_reconstruct", state=(_, shape, dtype, fortran, data)):
-            order = "F" if fortran else "C"
-        case _Recorded(name="_frombuffer", arguments=(data, dtype, shape, ("C" | "F") as memory_order)):
-            order = memory_order
-        case _:
-            raise corrupt(where, "its data is not an array")
-    match dtype:
-        case _Recorded(name="dtype", arguments=(code, *_)) if _text(code) in UINT8_NAMES:
+        case _Recorded(name="_reconstruct", state=(_, tuple() as shape, _Recorded(name="dtype") as dtype, False, data)):
             pass
         case _:
-            raise corrupt(where, "its data is not an array of uint8")
-    content = _bytes(data, where)
-    if not (isinstance(shape, tuple) and all(type(extent) is int and extent >= 0 for extent in shape)):
-        raise corrupt(where, "its array has no shape")
-    if len(content) != math.prod(shape):
-        raise corrupt(where, f"its array of shape {shape} comes with {len(content)} bytes")
-    return np.frombuffer(content, dtype=np.uint8).reshape(shape, order=order)
-
-
-def _bytes(data: Any, where: str) -> bytes | bytearray:
-    match data:
-        case bytes() | bytearray():
-            return data
-        case _Recorded(name="encode", arguments=(str() as text, encoding)) if _text(encoding) == "latin1":
-            with reading(where):
-                return text.encode("latin1")
-    raise corrupt(where, "its array has no data")
-
-
-def _text(value: Any) -> str:
-    """A name as text: pickles hold it as text, as bytes, or as text to be encoded to bytes."""
-    match value:
-        case bytes():
-            return value.decode("latin1")
-        case _Recorded(name="encode", arguments=(str() as text, *_)):
-            return text
-    return str(value)
+            raise corrupt(where, "its data is not an array")
+    if dtype.arguments[:1] not in ((b"u1",), (b"|u1",)):
+        raise corrupt(where, "its data is not an array of uint8")
+    if not isinstance(data, bytes) or not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise corrupt(where, "its array has no shape or no data")
+    if len(data) != math.prod(shape):
+        raise corrupt(where, f"its array of shape {shape} comes with {len(data)} bytes")
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape)

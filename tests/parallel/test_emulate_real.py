@@ -14,12 +14,12 @@ import namespaces
 import pytest
 from ranks import missing
 
-from hvdkit.measure.emulate import engines, rank_files, results
+from hvdkit.common import json_files
+from hvdkit.measure.bench.subject import Environment
+from hvdkit.measure.emulate import engines, rank_files, results, worker
 from hvdkit.measure.emulate.check import COLLECTIVES
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.emulate.rank_files import ReplayJob
-from hvdkit.measure.emulate.results import EmulateAsked
-from hvdkit.measure.emulate.worker import replay
+from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults
 
 pytestmark = pytest.mark.parallel
 
@@ -59,7 +59,7 @@ def collectives(engine, ranks, todo, folder, fusion=False):
         asked = EmulateAsked(engine, ranks, hosts=1, collective=collective, fusion=fusion)
         plan = ReplayPlan(tuple(Collective(f"t{count}", count, dtype) for count in SIZES), trials=2)
         kept = []
-        replay(ReplayJob(asked, plan), Renamed(connected, len(verified)), lambda *times, kept=kept: kept.append(times))
+        worker.replay(asked, plan, Renamed(connected, len(verified)), lambda *times, kept=kept: kept.append(times))
         verified.append([collective, dtype, len(kept)])
     connected.close()
     atexit.register(os._exit, 0)  # not through the threads of the frameworks, which are none of this test's business
@@ -170,7 +170,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, environment):
     )  # fmt: skip
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while not any(file.stat().st_size > 2000 for file in tmp_path.glob(".hvdkit-emulate-*/rank-1.jsonl")):
+        while not any(file.stat().st_size > 2000 for file in tmp_path.glob(".hvdkit-emulate-*/rank-1.times")):
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -198,15 +198,16 @@ def test_clocks_that_are_hours_apart_do_not_matter(ranks_command, tmp_path):
     if subprocess.run([*away, "true"], capture_output=True).returncode:
         pytest.skip("needs time namespaces")
     asked = EmulateAsked("mpi", 2, hosts=2)
-    job = ReplayJob(asked, ReplayPlan((Collective("a", 1000),), trials=5))
-    rank_files.write_job(tmp_path, job)
+    where = Environment("1", "3.11", "Linux", {}, 2)
+    job = EmulateResults(asked, where, [], ReplayPlan((Collective("a", 1000),), trials=5), [])
+    json_files.write(tmp_path / worker.JOB, job)
     start, environment = ranks_command(2, "mpi")
-    worker = [sys.executable, "-m", "hvdkit.measure.emulate.worker", str(tmp_path)]
+    ranks = [sys.executable, "-m", "hvdkit.measure.emulate.worker", str(tmp_path)]
     alone = ["-n", "1"]
-    done = run([start[0], *start[3:], *alone, *worker, ":", *alone, *away, *worker], tmp_path, environment)
+    done = run([start[0], *start[3:], *alone, *ranks, ":", *alone, *away, *ranks], tmp_path, environment)
     assert done.returncode == 0, done.stderr
     joined = rank_files.join(tmp_path, job)
-    assert joined.trials == 5
+    assert len(joined.samples) == 5
     for one in joined.samples:
         assert one.slowest_s < 60 and one.skew_s + one.transfer_s == pytest.approx(one.slowest_s)
     (note,) = joined.notes

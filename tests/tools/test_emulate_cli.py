@@ -11,8 +11,8 @@ from hvdkit.common import json_files
 from hvdkit.jobs.launch import facts
 from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.jobs.trials import Launch, TrialJob
-from hvdkit.measure.emulate import rank_files, results
-from hvdkit.measure.emulate.rank_files import Writer
+from hvdkit.measure.emulate import rank_files, results, worker
+from hvdkit.measure.emulate.rank_files import Recorder
 
 LIST = "803840,131584,33024,2600"
 
@@ -34,20 +34,19 @@ class Ranks:
     def __call__(self, launch, setting, timeout_s):
         self.launches.append((launch, setting, timeout_s))
         folder = Path(launch.command[-1])
-        job = rank_files.read_job(folder)
+        job = results.load(folder / worker.JOB)
         self.jobs.append(job)
         trials = job.plan.trials if self.until is None else self.until
         for rank in range(launch.n):
             host = self.hosts.get(rank, "one")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(rank_files.socket, "gethostname", lambda host=host: host)
-                writing = Writer(folder, rank)
-            with writing as writer:
-                for trial in range(trials):
-                    arrived = [trial + index / 10 + rank / 1000 for index in range(len(job.plan.collectives))]
-                    writer.trial(trial, arrived, [at + 0.02 for at in arrived])
-                if self.error is not None and self.error[0] == rank:
-                    writer.error(*self.error[1:3], wrong=self.error[3])
+                recorder = Recorder(folder, rank)
+            for trial in range(trials):
+                arrived = [trial + index / 10 + rank / 1000 for index in range(len(job.plan.collectives))]
+                recorder.trial(arrived, [at + 0.02 for at in arrived])
+            if self.error is not None and self.error[0] == rank:
+                recorder.error(*self.error[1:3], wrong=self.error[3])
         if isinstance(self.ends, BaseException):
             raise self.ends
         return TrialJob(1.0, failure=self.ends)

@@ -2,19 +2,18 @@
 
 import json
 
-import msgspec
+import numpy as np
 import pytest
 from emulate_results import ENVIRONMENT
 
 from hvdkit import DataError
 from hvdkit.common import json_files
-from hvdkit.measure.emulate import rank_files, results
+from hvdkit.measure.emulate import rank_files, results, worker
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.emulate.rank_files import ReplayJob, Writer, file_of, read, read_job, write_job
-from hvdkit.measure.emulate.results import Delay, EmulateAsked, EmulateResults, Sample
+from hvdkit.measure.emulate.rank_files import Recorder
+from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
 
 PLAN = ReplayPlan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
-ASKED = EmulateAsked("ring", ranks=2, hosts=1)
 
 
 def sample(trial=0, index=0, **changed):
@@ -28,31 +27,28 @@ def sample(trial=0, index=0, **changed):
 def written(folder, rank, trials, machine="one", notes=()):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_files, "machine", lambda: machine)
-        with Writer(folder, rank, notes) as writer:
-            for number, times in trials.items():
-                writer.trial(number, *times)
+        recorder = Recorder(folder, rank, notes)
+    for times in trials:
+        recorder.trial(*times)
+    return recorder
 
 
 def join(folder, collective="allreduce"):
-    return rank_files.join(folder, ReplayJob(msgspec.structs.replace(ASKED, collective=collective), PLAN))
+    asked = EmulateAsked("ring", ranks=2, hosts=1, collective=collective)
+    return rank_files.join(folder, EmulateResults(asked, ENVIRONMENT, [], PLAN, []))
 
 
-def test_a_job_is_read_as_it_was_written(tmp_path):
-    plan = ReplayPlan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4)
-    more = {"straggler_s": {2: 0.05}, "delay": Delay(0.02, 1, 0.1), "check": False}
-    job = ReplayJob(EmulateAsked("gloo", 3, hosts=1, **more), plan)
-    write_job(tmp_path, job)
-    assert read_job(tmp_path) == job
-    with pytest.raises(DataError, match="directory that all hosts share"):
-        read_job(tmp_path / "elsewhere")
+def test_a_folder_that_this_host_does_not_see(tmp_path, capsys):
+    assert worker.main(tmp_path / "elsewhere") == 1
+    assert "directory that all hosts share" in capsys.readouterr().err
 
 
 # What ranks wrote
 
 
 def test_skew_is_told_apart_from_transfer(tmp_path):
-    written(tmp_path, 0, {0: ([10.0, 20.0], [10.7, 20.1])})
-    written(tmp_path, 1, {0: ([10.5, 20.0], [10.6, 20.3])})
+    written(tmp_path, 0, [([10.0, 20.0], [10.7, 20.1])])
+    written(tmp_path, 1, [([10.5, 20.0], [10.6, 20.3])])
     joined = join(tmp_path)
     first, second = joined.samples
     assert (first.skew_s, first.transfer_s) == (0.5, 0.2)
@@ -64,27 +60,23 @@ def test_skew_is_told_apart_from_transfer(tmp_path):
 
 def test_only_trials_that_all_ranks_finished_count(tmp_path):
     times = ([1.0, 2.0], [1.1, 2.1])
-    written(tmp_path, 0, {0: times, 1: times, 2: times})
-    written(tmp_path, 1, {0: times, 1: times})
-    with file_of(tmp_path, 1).open("a") as file:
-        file.write("[2, [1.0, 2.0], [1.1, 2")  # it was killed while it wrote
-    joined = join(tmp_path)
-    assert joined.trials == 2
-    assert [one.trial for one in joined.samples] == [0, 0, 1, 1]
+    written(tmp_path, 0, [times] * 3)
+    written(tmp_path, 1, [times] * 2)
+    with (tmp_path / "rank-1.times").open("ab") as file:
+        file.write(np.array([1.0, 2.0, 1.1]).tobytes()[:-3])  # it was killed while it wrote
+    assert [one.trial for one in join(tmp_path).samples] == [0, 0, 1, 1]
 
 
 def test_a_rank_that_wrote_nothing_leaves_nothing_to_count(tmp_path):
-    written(tmp_path, 0, {0: ([1.0, 2.0], [1.1, 2.1])})
-    assert join(tmp_path).samples == []
-    file_of(tmp_path, 1).touch()
+    written(tmp_path, 0, [([1.0, 2.0], [1.1, 2.1])])
     assert join(tmp_path).samples == []
 
 
 @pytest.mark.parametrize(("collective", "skew", "transfer"), [("allreduce", 0.5, 0.2), ("broadcast", 0.0, 0.7)])
 def test_on_several_machines_each_rank_s_own_times_tell_skew_from_transfer(tmp_path, collective, skew, transfer):
     """Their clocks are hours apart."""
-    written(tmp_path, 0, {0: ([10.0, 20.0], [10.7, 20.1])})
-    written(tmp_path, 1, {0: ([9010.5, 9020.0], [9010.7, 9020.1])}, machine="two")
+    written(tmp_path, 0, [([10.0, 20.0], [10.7, 20.1])])
+    written(tmp_path, 1, [([9010.5, 9020.0], [9010.7, 9020.1])], machine="two")
     joined = join(tmp_path, collective)
     first = joined.samples[0]
     assert (first.skew_s, first.transfer_s) == pytest.approx((skew, transfer))
@@ -94,37 +86,28 @@ def test_on_several_machines_each_rank_s_own_times_tell_skew_from_transfer(tmp_p
 
 def test_a_rank_says_where_it_is(tmp_path):
     for rank in range(2):
-        written(tmp_path, rank, {}, machine=str(rank))
+        written(tmp_path, rank, [], machine=str(rank))
     assert join(tmp_path).placed == (1, 1)
     assert len(rank_files.machine()) > 10
 
 
 def test_a_wrong_result_is_told_before_what_followed_from_it(tmp_path):
-    with Writer(tmp_path, 0) as writer:
-        writer.error("it lost rank 1", 1, wrong=False)
-    with Writer(tmp_path, 1) as writer:
-        writer.error("element 3 is 5, expected 6", 1, wrong=True)
+    written(tmp_path, 0, []).error("it lost rank 1", 1, wrong=False)
+    written(tmp_path, 1, []).error("element 3 is 5, expected 6", 1, wrong=True)
     assert join(tmp_path).failed.error == "element 3 is 5, expected 6"
 
 
 def test_notes_of_ranks_come_once(tmp_path):
     for rank in range(2):
-        written(tmp_path, rank, {}, notes=["torch.distributed used gloo."])
+        written(tmp_path, rank, [], notes=["torch.distributed used gloo."])
     assert join(tmp_path).notes == ["torch.distributed used gloo."]
-
-
-@pytest.mark.parametrize("text", ["{}\n", "hello\n", '{"hvdkit": "emulate rank", "rank": 0}\n[1]\n'])
-def test_another_file_in_the_folder_is_an_error(tmp_path, text):
-    file_of(tmp_path, 0).write_text(text)
-    with pytest.raises(DataError, match=r"rank-0\.jsonl was not written by a rank"):
-        read(file_of(tmp_path, 0))
 
 
 # The file of results
 
 
-def of(samples, asked=ASKED, notes=()):
-    return EmulateResults(asked, ENVIRONMENT, list(notes), PLAN, samples)
+def of(samples, notes=()):
+    return EmulateResults(EmulateAsked("ring", ranks=2, hosts=1), ENVIRONMENT, list(notes), PLAN, samples)
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -14,15 +14,16 @@ from typing import Any
 
 from msgspec import structs
 
+from hvdkit.common import json_files
 from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.jobs import trials
 from hvdkit.jobs.launch.tuned import Tuned
-from hvdkit.jobs.trials import DEFAULT, Here, Launch, ToldToEnd, ended_by_signals
+from hvdkit.jobs.trials import DEFAULT, Launch, ToldToEnd, ended_by_signals
 from hvdkit.measure.bench import subject
 from hvdkit.measure.emulate import engines, rank_files
 from hvdkit.measure.emulate.plan import plan_of
-from hvdkit.measure.emulate.rank_files import Joined, ReplayJob
 from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, Delay, EmulateAsked, EmulateResults
+from hvdkit.measure.emulate.worker import JOB
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""
@@ -98,12 +99,19 @@ def measure(
         settings={name: value for name, value in where["variables"].items() if name.startswith("HOROVOD_")},
     )
     engines.refuse(asked, plan)
-    job, status = ReplayJob(asked, plan), 0
-    failure: str | None = None
+    environment, _ = subject.look_around([here])
+    job = EmulateResults(asked, environment, list(here.notes()), plan, [])
+    if asked.fusion:
+        job.notes.append(
+            "Horovod was given all tensors of a step before the first was waited for, and may have sent several as "
+            "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "
+            "is the time of all of them, and bandwidths by size say nothing; --fusion off measures each alone."
+        )
+    status, failure = 0, None
     unfused = Tuned(fusion_threshold_bytes=0) if engine == HOROVOD and fusion == "off" else DEFAULT
     beside = json.absolute().parent if json is not None else Path.cwd() if here.plan.elsewhere else None
     with _folder(beside) as folder, ended_by_signals():
-        rank_files.write_job(folder, job)
+        json_files.write(folder / JOB, job)
         try:
             failure = Launch(n, (*WORKER, str(folder)), here.options)(unfused, timeout).failure
         except ToldToEnd as ended:
@@ -118,10 +126,20 @@ def measure(
             raise (InvalidArgumentError if mistake else HvdkitError)(joined.failed.error or "")
         if not joined.samples:
             raise LaunchError(f"The job {failure}")
-    if joined.trials < plan.trials:
+    placed = joined.placed
+    if placed:  # where the ranks ran they say themselves: a launcher may fill one host
+        asked = structs.replace(asked, hosts=len(placed), ppn=placed[0] if len(set(placed)) == 1 else None)
+    if 0 < len(placed) < len(here.plan.hosts):
+        job.notes.append(
+            f"The launcher put all {n} ranks on {len(placed)} of the {len(here.plan.hosts)} hosts; give hosts as many "
+            "slots as they are to run ranks, such as --hosts h1:1,h2:1, or --ppn."
+        )
+    job.notes.extend(joined.notes)
+    finished = len(joined.samples) // len(plan.collectives)
+    if finished < plan.trials:
         why = "It was interrupted" if failure is None else "The job failed"
-        joined.notes.append(f"{why}: {joined.trials} of {plan.trials} trials were measured by all ranks.")
-    return _results(job, here, joined), status, failure
+        job.notes.append(f"{why}: {finished} of {plan.trials} trials were measured by all ranks.")
+    return structs.replace(job, asked=asked, samples=joined.samples), status, failure
 
 
 def _stragglers(texts: tuple[str, ...], n: int) -> dict[int, float]:
@@ -156,27 +174,6 @@ def _rank(text: str, n: int) -> int:
             f"A delay is asked for on rank {text}, and there are {n} ranks; give one from 0 to {n - 1}."
         )
     return int(text)
-
-
-def _results(job: ReplayJob, here: Here, joined: Joined) -> EmulateResults:
-    """For the file of results; without names of hosts. Where they ran the ranks say: a launcher may fill one host."""
-    asked, placed, meant = job.asked, joined.placed, len(here.plan.hosts)
-    if placed:
-        asked = structs.replace(asked, hosts=len(placed), ppn=placed[0] if len(set(placed)) == 1 else None)
-    notes = [*here.notes()]
-    if 0 < len(placed) < meant:
-        notes.append(
-            f"The launcher put all {asked.ranks} ranks on {len(placed)} of the {meant} hosts; give hosts as many slots "
-            "as they are to run ranks, such as --hosts h1:1,h2:1, or --ppn."
-        )
-    if asked.fusion:
-        notes.append(
-            "Horovod was given all tensors of a step before the first was waited for, and may have sent several as "
-            "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "
-            "is the time of all of them, and bandwidths by size say nothing; --fusion off measures each alone."
-        )
-    environment, _ = subject.look_around([here])
-    return EmulateResults(asked, environment, [*notes, *joined.notes], job.plan, joined.samples)
 
 
 @contextlib.contextmanager

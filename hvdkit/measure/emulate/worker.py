@@ -14,15 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdkit.errors import HvdkitError, InvalidArgumentError
-from hvdkit.measure.emulate import engines, rank_files
+from hvdkit.errors import DataError, DataNotFoundError, HvdkitError, InvalidArgumentError
+from hvdkit.measure.emulate import engines, results
 from hvdkit.measure.emulate.check import Values
 from hvdkit.measure.emulate.engines import Engine
-from hvdkit.measure.emulate.rank_files import ReplayJob, Writer
+from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.rank_files import Recorder
+from hvdkit.measure.emulate.results import EmulateAsked
 from hvdkit.steps import launchers
 
-Keep = Callable[[int, list[float], list[float]], None]
-"""Is given each trial that counts: its number, when this rank came to each collective and when it had its result."""
+JOB = "job.json"
+"""In the folder of a job: its results, before there is any."""
 _BUSY_SIZE = 48
 
 
@@ -35,41 +37,47 @@ def main(folder: Path) -> int:
 
     A mistake or a wrong result is left in the rank's file, where ``hvdkit emulate`` finds it.
     """
+    recorder = None
     try:
-        job = rank_files.read_job(folder)
+        try:
+            job = results.load(folder / JOB)
+        except DataNotFoundError as error:
+            raise DataError(
+                f"{folder} is not there on this host: start hvdkit emulate in a directory that all hosts share, or "
+                "give --json a file in one."
+            ) from error
         engine = engines.connect(job.asked, folder)
+        recorder = Recorder(folder, engine.rank, engine.notes)
+        replay(job.asked, job.plan, engine, recorder.trial)
+        engine.barrier()
     except HvdkitError as error:
         sys.stderr.write(f"hvdkit emulate: {error}\n")
-        launched = launchers.detect(os.environ)  # the engine did not say which rank this is
-        if folder.is_dir():
-            with Writer(folder, launched.rank if launched else 0) as writer:
-                writer.error(str(error), error.exit_code, wrong=False)
+        if recorder is None and folder.is_dir():
+            launched = launchers.detect(os.environ)  # the engine did not say which rank this is
+            recorder = Recorder(folder, launched.rank if launched else 0)
+        if recorder is not None:
+            recorder.error(str(error), error.exit_code, wrong=isinstance(error, WrongResultError))
         return 1
-    with Writer(folder, engine.rank, engine.notes) as writer:
-        try:
-            replay(job, engine, writer.trial)
-            engine.barrier()
-        except HvdkitError as error:
-            sys.stderr.write(f"hvdkit emulate: {error}\n")
-            writer.error(str(error), error.exit_code, wrong=isinstance(error, WrongResultError))
-            return 1
     engine.close()
     return 0
 
 
-def replay(job: ReplayJob, engine: Engine, keep: Keep) -> None:
+def replay(
+    asked: EmulateAsked, plan: ReplayPlan, engine: Engine, keep: Callable[[list[float], list[float]], None]
+) -> None:
     """Do all trials of a job on this rank.
 
     Args:
-        job: what all ranks were told.
+        asked, plan: what all ranks were told.
         engine: this rank's connection to the others.
-        keep: is given every trial but those of the warm-up.
+        keep: is given of every trial, but those of the warm-up, when this rank came to each collective and when it had
+            its result.
     Raises:
         InvalidArgumentError: the engine cannot do what is asked, the sums cannot be checked, or the sizes do not fit
             into memory.
         WrongResultError: a result is not what it must be.
     """
-    asked, collectives = job.asked, job.plan.collectives
+    collectives = plan.collectives
     try:
         values = [
             Values(asked.collective, one.elements, one.dtype, asked.ranks, check=asked.check) for one in collectives
@@ -79,13 +87,13 @@ def replay(job: ReplayJob, engine: Engine, keep: Keep) -> None:
         ]
     except MemoryError as error:
         raise InvalidArgumentError(
-            f"Rank {engine.rank} has no memory for the {job.plan.nbytes} bytes of a step ({error}); replay smaller "
+            f"Rank {engine.rank} has no memory for the {plan.nbytes} bytes of a step ({error}); replay smaller "
             "sizes, or have fewer ranks on a host."
         ) from error
     always = asked.straggler_s.get(engine.rank, 0.0)
     delay = asked.delay if asked.delay is not None and asked.delay.rank in (None, engine.rank) else None
     rng = np.random.default_rng([0, engine.rank])
-    for trial in range(-asked.warmup_trials, job.plan.trials):
+    for trial in range(-asked.warmup_trials, plan.trials):
         number = trial + asked.warmup_trials
         for operation, own in zip(operations, values, strict=True):
             operation.load(own.given(engine.rank, number))
@@ -120,7 +128,7 @@ def replay(job: ReplayJob, engine: Engine, keep: Keep) -> None:
                         "trusted here."
                     )
         if trial >= 0:
-            keep(trial, arrived, done)
+            keep(arrived, done)
 
 
 def _compute(seconds: float) -> None:

@@ -13,6 +13,5 @@ than there are (``scale``) is estimated, with what is known of the estimate's er
     scale          a row for each number of ranks
       step_time      what of the communication backward hides, and the wait for the slowest rank
       network        what an allreduce costs on n ranks
-        link           messages and bytes of a ring, and what these cost
-        fitting        that from measurements of ``hvdkit emulate``: robust, never negative, with resamples
+        link           messages and bytes of a ring, and what these cost, fitted to measurements: robust, never negative
 """

@@ -1,4 +1,4 @@
-"""What an allreduce does on n ranks, and what the messages and bytes of a level (host memory or network) cost.
+"""What an allreduce costs on one level, the memory of a host or the network between hosts, fitted to measured times.
 
 An allreduce is described as a ring: reduce-scatter and allgather around it, 2(n-1) messages one after the other and
 2(n-1)/n times the vector through every link, the fewest bytes that an allreduce can do with. A library may move as many
@@ -7,30 +7,45 @@ order of hosts a ring crosses each link once in each direction, whatever a host 
 messages + G(moved)`` (Hockney, Parallel Computing 20(3) (1994), 389-398, for alpha and beta; Patarasuk, Yuan, Journal
 of Parallel and Distributed Computing 69(2) (2009), 117-124, for the ring).
 
-G is a line through 0 with slope beta, or has up to three such pieces, of which the later ones may begin with a step
-upwards; see ``fitting``.
+G is a line through 0 with slope beta. Where the measurements clearly ask for it, it has up to three such pieces, of
+which the later ones may begin with a step upwards: buffers, protocols and rate limits that let a burst pass change the
+cost of a byte with the size, or cost a time once. (That the parameters depend on the size is the idea of parameterised
+LogP: Kielmann, Bal, Verstoep, IPDPS workshops 2000, LNCS 1800.)
+
+A time is an array: the value, and after it one for each resample of the measurements, shape (1 + DRAWS,).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hvdkit.common.intervals import Estimate, estimate
+from hvdkit.common.intervals import Estimate, estimate, resampled_medians
+from hvdkit.errors import of_extra
 from hvdkit.observe.lateness import Floats
 
-DRAWS = 500
+DRAWS = 300
 """Resamples of the measurements, each of which is fitted."""
-_NEAREST = 8
-OVERHEAD, ALPHA, FIRST_SLOPE = range(3)
-"""Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
-
-
 RING, HALVING = ALGORITHMS = ("ring", "halving")
 """A ring; or recursive halving and doubling (Rabenseifner), which moves as many bytes by fewer messages."""
+OVERHEAD, ALPHA, FIRST_SLOPE = range(3)
+"""Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
+Cells = Mapping[tuple[int, int], Floats]
+"""Number of ranks and bytes of each one's vector to the measured seconds, each > 0."""
+_NEAREST = 8
+_ROUNDS = 12
+_NOISE = 0.005
+"""Relative error that is not worth a parameter."""
+_CLEARLY = 6.0
+"""What the Bayesian information criterion must gain before one more piece or a step is believed."""
+_TOLD_APART = 0.05
+"""Share of a column that must be its own before its coefficient is looked for."""
+_KNOTS = 8
 
 
 def messages(n: int, algorithm: str = RING) -> float:
@@ -43,100 +58,72 @@ def moved(nbytes: float, n: int) -> float:
     return 2.0 * (n - 1) / n * nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """How far measurements are off the formula, by how much they move: what is small is noisier than what is large.
+def estimated(values: Floats) -> Estimate:
+    """A value of at least 0, the first, with the interval of its draws, the others; without ends where all are alike.
 
-    Attributes:
-        moved: logarithm of the bytes of each cell, shape (cells,).
-        spread: logarithm of measured / fitted, larger by what the fit has used up of it, shape (cells,).
-        luck: where in the spread each draw is, from 0 to 1, shape (DRAWS,).
+    The percentiles of resamples need not lie around what the measurements themselves give (the longest wait of a
+    resample is never longer than the longest that was measured): each side reaches at least half as far as the other.
     """
-
-    moved: Floats
-    spread: Floats
-    luck: Floats
-
-    def factors(self, through: float) -> Floats:
-        """What to multiply the draws with at so many bytes, > 0: the quantiles of the nearest cells' spread.
-
-        What is off in one direction may be off in the other next time, so that both count and the estimate lies in the
-        middle.
-        """
-        nearest = np.argsort(np.abs(self.moved - np.log(through)), kind="stable")[:_NEAREST]
-        off = self.spread[nearest]
-        return np.asarray(np.exp(np.quantile(np.concatenate((off, -off)), self.luck)))
-
-
-def features(nbytes: float, n: int, knots: Sequence[float], algorithm: str = RING) -> Floats:
-    """What is multiplied with the coefficients, shape (1 + 2 pieces,), for n > 1."""
-    through = moved(nbytes, n)
-    ends = (*knots[1:], np.inf)
-    pieces = [max(0.0, min(through, end) - start) for start, end in zip(knots, ends, strict=True)]
-    steps = [float(through > knot) for knot in knots[1:]]
-    return np.array([1.0, messages(n, algorithm), *pieces, *steps])
-
-
-def slopes(knots: Sequence[float]) -> slice:
-    """The columns of the pieces' slopes, in s/byte."""
-    return slice(FIRST_SLOPE, FIRST_SLOPE + len(knots))
-
-
-def steps(knots: Sequence[float]) -> slice:
-    """The columns of the steps, in s."""
-    return slice(FIRST_SLOPE + len(knots), None)
+    best, draws = float(values[0]), values[1:]
+    found = estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
+    if found.low is None or found.high is None:
+        return found
+    below, above = max(0.0, best - found.low), max(0.0, found.high - best)
+    return Estimate(best, max(0.0, best - max(below, above / 2)), best + max(above, below / 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a level costs: the memory of a host, or the network between hosts.
+    """What a level costs.
 
     Coefficients are: overhead s, alpha s, the slopes of the pieces s/byte, the steps between them s.
 
     Attributes:
         knots: where the pieces begin, in bytes, the first at 0.
-        best: from the measurements, shape (1 + 2 pieces,).
-        draws: from their resamples, shape (DRAWS, 1 + 2 pieces).
-        misfit: how far measurements are off the formula; None where nothing was measured.
+        coefficients: from the measurements, then from their resamples, shape (1 + DRAWS, 1 + 2 pieces).
         told: which coefficients the measurements tell, shape (1 + 2 pieces,); the others are 0.
-        residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
         algorithm: of ``ALGORITHMS``, whose messages fit best.
-        rival: the fit of the other one where the measurements do not tell them apart; the draws hold both then.
+        ranks: the most that were measured; 0 where nothing was.
+        moved: bytes that each measured cell moves, shape (cells,).
+        residuals: measured / fitted - 1, by number of ranks and size, shape (cells,); empty where nothing was measured.
+        rival: the fit of the other algorithm where the measurements do not tell them apart; the draws hold both then.
     """
 
     knots: tuple[float, ...]
-    best: Floats
-    draws: Floats
-    misfit: Misfit | None
+    coefficients: Floats
     told: tuple[bool, ...]
-    residuals: tuple[float, ...] = ()
     algorithm: str = RING
+    ranks: int = 0
+    moved: Floats = field(default_factory=lambda: np.empty(0))
+    residuals: Floats = field(default_factory=lambda: np.empty(0))
     rival: Link | None = None
 
-    def seconds(self, nbytes: float, n: int) -> tuple[float, Floats]:
-        """The time of an allreduce on n > 1 ranks: the best one, and by draw, shape (DRAWS,)."""
-        row = features(nbytes, n, self.knots, self.algorithm)
-        factors = 1.0 if self.misfit is None else self.misfit.factors(moved(nbytes, n))
-        draws = np.asarray(self.draws @ row * factors)
+    def seconds(self, nbytes: float, n: int) -> Floats:
+        """The time of an allreduce of so many bytes > 0 on n > 1 ranks.
+
+        Each draw is multiplied with a quantile of how far the nearest cells are off the formula, for what is small is
+        noisier than what is large. What is off in one direction may be off in the other next time, so that both count.
+        """
+        found = np.asarray(self.coefficients @ _features(nbytes, n, self.knots, self.algorithm))
+        if len(self.residuals):
+            nearest = np.argsort(np.abs(np.log(self.moved / moved(nbytes, n))), kind="stable")[:_NEAREST]
+            used_up = len(self.residuals) / max(1, len(self.residuals) - sum(self.told))
+            off = np.log1p(np.clip(self.residuals[nearest], -0.9, None)) * np.sqrt(used_up)
+            found[1:] *= np.exp(np.quantile(np.concatenate((off, -off)), (np.arange(DRAWS) + 0.5) / DRAWS))
         if self.rival is not None:
-            draws = np.where(np.arange(DRAWS) % 2 == 0, draws, self.rival.seconds(nbytes, n)[1])
-        return float(self.best @ row), draws
+            found[2::2] = self.rival.seconds(nbytes, n)[2::2]
+        return found
 
     def parameters(self) -> dict[str, Estimate]:
         """Overhead and alpha in s, beta of the largest messages in s/byte; only those that are known."""
-        largest = range(len(self.best))[slopes(self.knots)][-1]
-        columns = {"overhead_s": OVERHEAD, "alpha_s": ALPHA, "beta_s_per_byte": largest}
-        return {
-            name: estimated(float(self.best[column]), self.draws[:, column])
-            for name, column in columns.items()
-            if self.told[column]
-        }
+        columns = {"overhead_s": OVERHEAD, "alpha_s": ALPHA, "beta_s_per_byte": ALPHA + len(self.knots)}
+        return {name: estimated(self.coefficients[:, at]) for name, at in columns.items() if self.told[at]}
 
     def pieces(self) -> Iterator[tuple[float, float, float]]:
         """Of each piece where it begins, in bytes, its slope in s/byte, and the step in s with which it begins."""
-        once = [0.0, *self.best[steps(self.knots)]]
-        for knot, slope, step in zip(self.knots, self.best[slopes(self.knots)], once, strict=True):
-            yield knot, float(slope), float(step)
+        first_step = FIRST_SLOPE + len(self.knots)
+        best = self.coefficients[0].tolist()
+        yield from zip(self.knots, best[FIRST_SLOPE:first_step], [0.0, *best[first_step:]], strict=True)
 
     def as_json(self) -> dict[str, Any]:
         """For a program; seconds and bytes."""
@@ -146,7 +133,7 @@ class Link:
             "pieces": [
                 {"from_bytes": knot, "s_per_byte": slope, "s_once": step} for knot, slope, step in self.pieces()
             ],
-            "residuals": self.residuals,
+            "residuals": self.residuals.tolist(),
         }
 
 
@@ -158,20 +145,163 @@ def given(alpha_s: float, bytes_per_s: float, host: Link | None) -> Link:
         bytes_per_s: of one link in one direction, > 0.
         host: the memory of a host, as it was measured.
     """
-    best, draws = np.array([0.0, alpha_s, 1 / bytes_per_s]), np.tile([0.0, alpha_s, 1 / bytes_per_s], (DRAWS, 1))
+    coefficients = np.tile([0.0, alpha_s, 1 / bytes_per_s], (1 + DRAWS, 1))
     if host is not None:
-        best[OVERHEAD], draws[:, OVERHEAD] = host.best[OVERHEAD], host.draws[:, OVERHEAD]
-    return Link((0.0,), best, draws, None, (host is not None and host.told[OVERHEAD], True, True))
+        coefficients[:, OVERHEAD] = host.coefficients[:, OVERHEAD]
+    return Link((0.0,), coefficients, (host is not None and host.told[OVERHEAD], True, True))
 
 
-def estimated(best: float, draws: Floats) -> Estimate:
-    """A value of at least 0 with the interval of its draws, around the value; without ends where all draws are alike.
+def _features(nbytes: float, n: int, knots: Sequence[float], algorithm: str) -> Floats:
+    """What is multiplied with the coefficients, shape (1 + 2 pieces,), for n > 1."""
+    through = moved(nbytes, n)
+    pieces = [max(0.0, min(through, end) - start) for start, end in itertools.pairwise((*knots, np.inf))]
+    steps = [float(through > knot) for knot in knots[1:]]
+    return np.array([1.0, messages(n, algorithm), *pieces, *steps])
 
-    The percentiles of resamples need not lie around what the measurements themselves give (the longest wait of a
-    resample is never longer than the longest that was measured): each side reaches at least half as far as the other.
+
+# Fitting --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A formula with its coefficients; ``relative``: its features by measured seconds, shape (cells, coefficients)."""
+
+    algorithm: str
+    knots: tuple[float, ...]
+    extras: int
+    relative: Floats
+    told: NDArray[np.bool_]
+    best: Floats
+    score: float
+
+
+def fit(cells: Cells, rng: np.random.Generator, algorithms: Sequence[str] = (RING,)) -> Link:
+    """Fit the cells.
+
+    Args:
+        cells: two or more sizes.
+        rng: draws the resamples.
+        algorithms: of ``ALGORITHMS`` that may have been measured, the likeliest first.
+    Raises:
+        MissingFrameworkError: SciPy is not installed.
+    Source: soft-L1 loss of relative errors by iteratively reweighted least squares (Holland, Welsch, Communications in
+        Statistics A6(9) (1977)); Lawson, Hanson, Solving Least Squares Problems (1974), chapter 23, for non-negative;
+        resamples: Davison, Hinkley, Bootstrap Methods and their Application (1997), sections 6.2 and 6.3.
     """
-    found = estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
-    if found.low is None or found.high is None:
-        return found
-    below, above = max(0.0, best - found.low), max(0.0, found.high - best)
-    return Estimate(best, max(0.0, best - max(below, above / 2)), best + max(above, below / 2))
+    medians = np.array([np.median(seconds) for seconds in cells.values()])
+    through = np.array([moved(nbytes, ranks) for ranks, nbytes in cells])
+    candidates = (_best_of(cells, medians, through, algorithm) for algorithm in algorithms)
+    found = sorted(candidates, key=lambda candidate: candidate.score)
+    slower = medians / np.column_stack([resampled_medians(seconds, rng, DRAWS) for seconds in cells.values()])
+    links = [
+        Link(
+            knots=one.knots,
+            coefficients=np.array([one.best, *(_resampled(one, factors, rng) for factors in slower)]),
+            told=tuple(one.told.tolist()),
+            algorithm=one.algorithm,
+            ranks=max(ranks for ranks, _ in cells),
+            moved=through,
+            residuals=1 / (one.relative @ one.best) - 1,
+        )
+        for one in found
+        if one.score < found[0].score + _CLEARLY
+    ]
+    return replace(links[0], rival=links[1] if len(links) > 1 else None)
+
+
+def _best_of(cells: Cells, medians: Floats, through: Floats, algorithm: str) -> _Candidate:
+    """The best line, or pieces of one, by this algorithm's messages."""
+    best: _Candidate | None = None
+    for knots, stepped in _pieces(through):
+        features = np.array([_features(nbytes, ranks, knots, algorithm) for ranks, nbytes in cells])
+        relative = features / medians[:, None]
+        told = _told(relative, len(knots), stepped)
+        coefficients = np.zeros(len(told))
+        coefficients[told] = solve(relative[:, told])
+        errors = relative @ coefficients - 1
+        scale = _scale(errors)
+        loss = float(np.mean(2 * scale**2 * (np.sqrt(1 + (errors / scale) ** 2) - 1)))
+        extras = len(knots) - 1 + int(stepped)
+        parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
+        score = float(len(cells) * np.log(loss + _NOISE**2) + parameters * np.log(len(cells)))
+        if best is None or score < best.score - _CLEARLY * (extras - best.extras):
+            best = _Candidate(algorithm, knots, extras, relative, told, coefficients, score)
+    if best is None:
+        raise ValueError("there is nothing to fit")
+    return best
+
+
+def _pieces(through: Floats) -> Iterator[tuple[tuple[float, ...], bool]]:
+    """Where pieces may begin, and whether with a step: each holds three measurements of two sizes or more."""
+    yield (0.0,), False
+    values = np.unique(through)
+    if len(values) < 4:
+        return
+    inside = np.geomspace(values[0], values[-1], _KNOTS + 2)[1:-1]
+    for count in (1, 2):
+        for chosen in itertools.combinations(inside, count):
+            edges = (0.0, *map(float, chosen), np.inf)
+            held = [through[(through > low) & (through <= high)] for low, high in itertools.pairwise(edges)]
+            if all(len(piece) >= 3 and len(np.unique(piece)) >= 2 for piece in held):
+                yield edges[:-1], False
+                yield edges[:-1], True
+
+
+def _told(relative: Floats, pieces: int, stepped: bool) -> NDArray[np.bool_]:
+    """Which columns the measurements tell apart: slopes and steps first, then alpha, then the overhead."""
+    told = np.zeros(relative.shape[1], dtype=bool)
+    last = relative.shape[1] if stepped else FIRST_SLOPE + pieces
+    for column in (*range(FIRST_SLOPE, last), ALPHA, OVERHEAD):
+        wanted = relative[:, column]
+        size = float(np.linalg.norm(wanted))
+        if size == 0 or int(told.sum()) >= len(relative):
+            continue
+        others = relative[:, told]
+        left = wanted - others @ np.linalg.lstsq(others, wanted, rcond=None)[0] if told.any() else wanted
+        told[column] = float(np.linalg.norm(left)) > _TOLD_APART * size
+    return told
+
+
+def _scale(errors: Floats) -> float:
+    """From which error on soft-L1 grows no faster than the error: the spread of most of them."""
+    ordered = np.sort(np.abs(errors))
+    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2  # np.median takes ten times as long
+    return max(4 * _NOISE, 1.4826 * float(median))
+
+
+def solve(relative: Floats, rounds: int = _ROUNDS) -> Floats:
+    """Coefficients that are not negative and bring ``relative @ x`` near to 1 in soft-L1.
+
+    It is what ``scipy.optimize.least_squares`` finds with this loss and these bounds, in a tenth of the time.
+
+    Args:
+        relative: features divided by the measured seconds, shape (cells, coefficients).
+        rounds: of reweighting.
+    """
+    with of_extra("analysis", "hvdkit plan scale fits its model with SciPy"):
+        from scipy.optimize import nnls
+    sizes = np.linalg.norm(relative, axis=0)
+    sizes[sizes == 0] = 1.0
+    scaled = relative / sizes
+    weights = np.ones(len(relative))
+    for _ in range(rounds):
+        solution = np.asarray(nnls(scaled * weights[:, None], weights)[0])
+        errors = scaled @ solution - 1
+        weights = (1 + (errors / _scale(errors)) ** 2) ** -0.25  # the square root of soft-L1's weight
+    return np.asarray(solution / sizes)
+
+
+def _resampled(best: _Candidate, slower: Floats, rng: np.random.Generator) -> Floats:
+    """Coefficients of resampled medians; cells are drawn with replacement, too, so that their errors go with them.
+
+    Args:
+        best: the formula.
+        slower: the median of each cell by the resampled one, shape (cells,).
+        rng: draws the cells.
+    """
+    relative = (best.relative * slower[:, None])[:, best.told]
+    drawn = relative[rng.integers(len(relative), size=len(relative))]
+    enough = np.linalg.matrix_rank(drawn / (np.linalg.norm(drawn, axis=0) + 1e-300)) == int(best.told.sum())
+    whole = np.zeros(len(best.told))
+    whole[best.told] = solve(drawn if enough else relative, rounds=4)
+    return whole

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.emulate.results import RING
-from hvdkit.measure.plan import fitting, link
-from hvdkit.measure.plan.fitting import Cell
-from hvdkit.measure.plan.link import DRAWS, OVERHEAD, Link, estimated
+from hvdkit.measure.emulate.results import RING, EmulateResults
+from hvdkit.measure.plan import link
+from hvdkit.measure.plan.link import DRAWS, OVERHEAD, Cells, Link, estimated
 from hvdkit.observe.lateness import Floats
-
-if TYPE_CHECKING:
-    from hvdkit.measure.emulate.results import EmulateResults
 
 HOST, NETWORK = "host", "network"
 _WHERE = {HOST: "on one host", NETWORK: "between hosts"}
@@ -37,7 +33,6 @@ class CostModel:
         network: between hosts; None where it is not known.
         ppn: ranks that a host holds, > 0.
         notes: full sentences: what a reader should know.
-        reach: by level, the most ranks that were measured; a level that was given is not in it.
         packed: the most ranks that a measured host held; 0 where nothing was measured.
         cores: of that host; None where nothing was measured.
     """
@@ -46,7 +41,6 @@ class CostModel:
     network: Link | None
     ppn: int
     notes: tuple[str, ...] = ()
-    reach: Mapping[str, int] = field(default_factory=dict)
     packed: int = 0
     cores: int | None = None
 
@@ -62,34 +56,29 @@ class CostModel:
         Raises:
             InvalidArgumentError: too many ranks, or a level that is not known.
         """
-        best, draws = self.draws_s(nbytes, ranks)
-        return estimated(best, draws)
+        return estimated(self.draws_s(nbytes, ranks))
 
-    def draws_s(self, nbytes: float, ranks: int) -> tuple[float, Floats]:
-        """As ``allreduce_s``: the best value, and one for each draw, shape (link.DRAWS,)."""
+    def draws_s(self, nbytes: float, ranks: int) -> Floats:
+        """As ``allreduce_s``: the value, and one for each draw, shape (1 + link.DRAWS,)."""
         if ranks > MOST_RANKS:
             raise InvalidArgumentError(f"the number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}.")
         if ranks == 1 or nbytes == 0:
-            return 0.0, np.zeros(DRAWS)
-        if self._level(ranks) == HOST:
-            if self.host is None:
-                raise InvalidArgumentError(
-                    f"{ranks} ranks fit on one host of {self.ppn}, and only a network is known: add a measurement on "
-                    "one host, or ask for more ranks, or for --ppn 1."
-                )
-            return self.host.seconds(nbytes, ranks)
-        if self.network is None:
+            return np.zeros(1 + DRAWS)
+        if self._level(ranks) == HOST and self.host is None:
+            raise InvalidArgumentError(
+                f"{ranks} ranks fit on one host of {self.ppn}, and only a network is known: add a measurement on "
+                "one host, or ask for more ranks, or for --ppn 1."
+            )
+        if self._level(ranks) == NETWORK and self.network is None:
             raise InvalidArgumentError(
                 f"{ranks} ranks need {self.hosts(ranks)} hosts of {self.ppn} each, and only the memory of one host was "
                 f"measured, which says nothing about a network: measure between hosts with 'hvdkit emulate --hosts', "
                 "give the network's own with --alpha-us and --bandwidth-gbit, or say with --ppn that one host holds "
                 "more."
             )
-        best, draws = self.network.seconds(nbytes, ranks)
-        if self.host is not None:  # a ring goes at the pace of its slower level
-            inside, more = self.host.seconds(nbytes, ranks)
-            best, draws = max(best, inside), np.maximum(draws, more)
-        return best, draws
+        # a ring goes at the pace of its slower level
+        found: Floats = np.stack([known.seconds(nbytes, ranks) for known in self._links(ranks).values()]).max(axis=0)
+        return found
 
     def hosts(self, ranks: int) -> int:
         """How many hosts hold so many ranks."""
@@ -97,7 +86,8 @@ class CostModel:
 
     def measured(self, ranks: int) -> int:
         """The most ranks that were measured on the level that so many need; 1 where none were: one needs no network."""
-        return max(1, self.reach.get(self._level(ranks), 1))
+        known = self._links(ranks).get(self._level(ranks))
+        return max(1, 0 if known is None else known.ranks)
 
     def why_not(self, ranks: int) -> str | None:
         """Why there is no number for so many ranks although their level is known; None where the model holds."""
@@ -109,24 +99,26 @@ class CostModel:
                 f"{crowd} ranks of a host wait for its {self.cores} cores, of which the model knows nothing, and at "
                 f"most {self.packed} were measured on one; measure so many, or give a smaller --ppn."
             )
-        levels = (HOST,) if self._level(ranks) == HOST else (HOST, NETWORK)
-        for level, known in zip((HOST, NETWORK), (self.host, self.network), strict=True):
-            if ranks > 1 and level in levels and known is not None and level in self.reach:
-                off = float(np.median(np.abs(known.residuals)))
-                if off > _OFF:
-                    return (
-                        f"Half of the times measured {_WHERE[level]} are more than {share_text(off)} off what the best "
-                        "formula says, so that it does not describe them; measure on a machine that does nothing else."
-                    )
+        for level, known in self._links(ranks).items() if ranks > 1 else ():
+            off = float(np.median(np.abs(known.residuals))) if known.ranks else 0.0
+            if off > _OFF:
+                return (
+                    f"Half of the times measured {_WHERE[level]} are more than {share_text(off)} off what the best "
+                    "formula says, so that it does not describe them; measure on a machine that does nothing else."
+                )
         return None
 
     def _level(self, ranks: int) -> str:
         return HOST if ranks <= self.ppn and self.ppn > 1 else NETWORK
 
+    def _links(self, ranks: int) -> dict[str, Link]:
+        """What is known of the levels that a ring of so many ranks goes through."""
+        levels = {HOST: self.host} if self._level(ranks) == HOST else {HOST: self.host, NETWORK: self.network}
+        return {name: known for name, known in levels.items() if known is not None}
+
     def with_network(self, alpha_s: float, bytes_per_s: float) -> CostModel:
         """The model with a network that is given: see ``link.given``."""
-        reach = {level: ranks for level, ranks in self.reach.items() if level != NETWORK}
-        return replace(self, network=link.given(alpha_s, bytes_per_s, self.host), reach=reach)
+        return replace(self, network=link.given(alpha_s, bytes_per_s, self.host))
 
     def as_json(self) -> dict[str, Any]:
         """For a program; seconds and bytes."""
@@ -167,18 +159,19 @@ def fit(results: Sequence[EmulateResults], *, ppn: int | None = None) -> CostMod
     rng = np.random.default_rng(0)
     links = {}
     for level, found in cells.items():
-        if len({cell.nbytes for cell in found}) == 1:
+        sizes = {nbytes for _, nbytes in found}
+        if len(sizes) == 1:
             raise InvalidArgumentError(
-                f"all allreduces measured {_WHERE[level]} have one size, {found[0].nbytes} bytes, which cannot tell "
+                f"all allreduces measured {_WHERE[level]} have one size, {sizes.pop()} bytes, which cannot tell "
                 "the start of a message from its bytes: measure two sizes or more, such as --sizes "
                 "65536,1048576,16777216."
             )
         if found:
-            links[level] = fitting.fit(found, rng, (RING,) if engines == {RING} else link.ALGORITHMS)
-    several = [one.asked for one in results if one.asked.ranks > 1]
-    packed = max(asked.ppn or -(-asked.ranks // asked.hosts) for asked in several)
+            links[level] = link.fit(found, rng, (RING,) if engines == {RING} else link.ALGORITHMS)
+    several = [one for one in results if one.asked.ranks > 1]
+    packed = max(one.asked.ppn or -(-one.asked.ranks // one.asked.hosts) for one in several)
     notes = [note for level, known in links.items() for note in _notes(level, known, cells[level])]
-    cores = min(one.environment.cores for one in results if one.asked.ranks > 1)
+    cores = min(one.environment.cores for one in several)
     if packed > cores:
         notes.append(
             f"Measured with {packed} ranks on {cores} cores: what they wait for a core is in every number of so "
@@ -189,14 +182,13 @@ def fit(results: Sequence[EmulateResults], *, ppn: int | None = None) -> CostMod
         network=links.get(NETWORK),
         ppn=ppn or packed,
         notes=tuple(notes),
-        reach={level: max(cell.ranks for cell in found) for level, found in cells.items() if found},
         packed=packed,
         cores=cores,
     )
 
 
-def _cells(level: str, results: Sequence[EmulateResults]) -> list[Cell]:
-    """Measured transfers of one level (host or network) in seconds, by ranks and bytes."""
+def _cells(level: str, results: Sequence[EmulateResults]) -> Cells:
+    """Measured transfers of one level (host or network)."""
     found: dict[tuple[int, int], list[float]] = {}
     for one in results:
         asked = one.asked
@@ -216,10 +208,10 @@ def _cells(level: str, results: Sequence[EmulateResults]) -> list[Cell]:
                 raise DataError(f"a measured time is {sample.transfer_s!r}; expected seconds of at least 0.")
             if sample.nbytes > 0 and sample.transfer_s > 0:
                 found.setdefault((asked.ranks, sample.nbytes), []).append(sample.transfer_s)
-    return [Cell(*key, seconds=np.array(times)) for key, times in sorted(found.items())]
+    return {key: np.array(times) for key, times in sorted(found.items())}
 
 
-def _notes(level: str, known: Link, cells: Sequence[Cell]) -> list[str]:
+def _notes(level: str, known: Link, cells: Cells) -> list[str]:
     """Sentences on a fitted link: what its measurements do not tell apart."""
     where = _WHERE[level]
     notes = []
@@ -228,7 +220,7 @@ def _notes(level: str, known: Link, cells: Sequence[Cell]) -> list[str]:
             f"The library's allreduce {where} may be {known.algorithm} or {known.rival.algorithm}, whose messages grow "
             "otherwise with the ranks: the intervals hold both. More numbers of ranks tell them apart."
         )
-    if not known.told[OVERHEAD] and len({cell.ranks for cell in cells}) > 1:
+    if not known.told[OVERHEAD] and len({ranks for ranks, _ in cells}) > 1:
         notes.append(
             f"The times measured {where} do not tell what a call costs from what each message costs, so all of it is "
             "taken to grow with the ranks; measure more often, on a machine that does nothing else."
@@ -245,6 +237,6 @@ def _notes(level: str, known: Link, cells: Sequence[Cell]) -> list[str]:
             for at, slope, step in known.pieces()
         ]
         notes.append(f"What moving a byte costs {where} changes with the size: {', '.join(rates)}.")
-    if min(len(cell.seconds) for cell in cells) < 5:
+    if min(map(len, cells.values())) < 5:
         notes.append(f"Some sizes were measured {where} fewer than 5 times: the intervals hold less than they say.")
     return notes

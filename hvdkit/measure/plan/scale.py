@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network
-from hvdkit.measure.plan.link import Link, estimated
+from hvdkit.measure.plan.link import DRAWS, Link, estimated
 from hvdkit.measure.plan.network import CostModel
-from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, PredictedExchange, exchange, gradients, measured
+from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, exchange, gradients, measured
 from hvdkit.observe.lateness import Floats
 
 BACKWARD_SHARE = 2 / 3
@@ -34,7 +35,6 @@ GROWTH = Estimate(0.024, 0.0085, 0.067)
 """What each doubling of the ranks beyond those that were measured adds to a step, as a share of it: negotiation,
 stragglers, other traffic, a link below its nominal rate. The median and the extremes of the 17 published efficiencies
 that docs/plan.md compares with."""
-_DRAWS = 200
 _DOUBLING = tuple(2**power for power in range(11))
 _MIB = 2**20
 _TENSORS = 100
@@ -144,21 +144,31 @@ def _row(model: CostModel, delays: Delays, work: Workload, n: int, rng: np.rando
     Raises:
         InvalidArgumentError: as ``CostModel.draws_s``.
     """
-    best, draws = _exchanges(model, work, n)
-    wait, waits = delays.expected_s(n), delays.draws_s(n, _DRAWS, rng)
-    late = np.array([one.exposed_s for one in draws])
+
+    known: dict[float, Floats] = {}
+
+    def cost(draw: int, nbytes: float) -> float:
+        if nbytes not in known:
+            known[nbytes] = model.draws_s(nbytes, n)
+        return float(known[nbytes][draw])
+
+    exchanges = [
+        exchange(work.gradients, work.hiding_s, work.fusion, functools.partial(cost, draw)) for draw in range(1 + DRAWS)
+    ]
+    waits = delays.draws_s(n, rng)
     found = PredictionRow(
         n,
         model.hosts(n),
-        len(best.buckets),
-        communication=estimated(best.busy_s, np.array([one.busy_s for one in draws])),
-        straggler=estimated(wait, waits),
+        len(exchanges[0].buckets) if n > 1 else 0,
+        communication=estimated(np.array([one.busy_s for one in exchanges])),
+        straggler=estimated(waits),
         extrapolated=delays.extrapolates(n),
     )
     if work.compute_s is None:
         return found
     compute = work.compute_s
-    step = estimated(compute + best.exposed_s + wait, compute + late + waits)
+    exposed = np.array([one.exposed_s for one in exchanges]) if n > 1 else np.zeros(1 + DRAWS)
+    step = estimated(compute + exposed + waits)
     if n > model.measured(n):
         doublings = math.log2(n / model.measured(n))
         low, value, high = (1 + doublings * (share or 0.0) for share in (GROWTH.low, GROWTH.value, GROWTH.high))
@@ -167,28 +177,7 @@ def _row(model: CostModel, delays: Delays, work: Workload, n: int, rng: np.rando
     if step.low is not None:
         step = replace(step, low=max(step.low, compute))
     efficiency = Estimate(compute / step.value, *(end and compute / end for end in (step.high, step.low)))
-    return replace(found, exposed=estimated(best.exposed_s, late), step=step, efficiency=efficiency)
-
-
-def _exchanges(model: CostModel, work: Workload, n: int) -> tuple[PredictedExchange, list[PredictedExchange]]:
-    """What becomes of the gradients by the best parameters, and by each draw of them."""
-    known: dict[float, tuple[float, Floats]] = {}
-
-    def costs(nbytes: float) -> tuple[float, Floats]:
-        if nbytes not in known:
-            known[nbytes] = model.draws_s(nbytes, n)
-        return known[nbytes]
-
-    def by_draw(draw: int) -> Callable[[float], float]:
-        return lambda nbytes: float(costs(nbytes)[1][draw])
-
-    if n == 1:
-        nothing = PredictedExchange((), 0.0, 0.0)
-        return nothing, [nothing] * _DRAWS
-    best = exchange(work.gradients, work.hiding_s, work.fusion, lambda nbytes: costs(nbytes)[0])
-    if all(np.ptp(draws) == 0 for _, draws in known.values()):
-        return best, [best] * _DRAWS
-    return best, [exchange(work.gradients, work.hiding_s, work.fusion, by_draw(draw)) for draw in range(_DRAWS)]
+    return replace(found, exposed=estimated(exposed), step=step, efficiency=efficiency)
 
 
 _PARAMETERS = {
@@ -358,7 +347,7 @@ def _notes(
         notes.append("Without --step-ms nothing is known of computation: all gradients are taken to be ready at once.")
     elif not any(one.gap_s for one in replayed.collectives):
         notes.append("The plan has no computation gaps: each gradient is taken to need the same share of backward.")
-    if costs.network is not None and not costs.network.residuals:
+    if costs.network is not None and costs.network.ranks == 0:
         notes.append(
             "The network is as given, not measured: communication knows nothing of how far off it may be. Clusters of "
             "one nominal bandwidth have been published with 45 to 80% on 128 ranks (docs/plan.md); measure 2 hosts."

@@ -20,16 +20,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdkit.common.allreduce import CYCLE_S, FUSION_BYTES
 from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults
+from hvdkit.measure.plan.link import DRAWS
 from hvdkit.observe.lateness import Floats
-
-if TYPE_CHECKING:
-    from hvdkit.measure.emulate.results import EmulateResults
 
 _GRID = (np.arange(4000) + 0.5) / 4000
 _HALF = {"float32": 0.5, "float64": 0.25}
@@ -172,12 +170,12 @@ class Delays:
         """Seconds that the slowest of n ranks is behind the first, on average; 0 for n = 1."""
         return _largest(self.skews, self.power(n)) if self._known(n) else 0.0
 
-    def draws_s(self, n: int, count: int, rng: np.random.Generator) -> Floats:
-        """The same from ``count`` resamples."""
+    def draws_s(self, n: int, rng: np.random.Generator) -> Floats:
+        """The same, and one for each resample of the skews, shape (1 + link.DRAWS,)."""
         if not self._known(n):
-            return np.zeros(count)
-        chosen = (rng.choice(self.skews, len(self.skews)) for _ in range(count))
-        return np.array([_largest(skews, self.power(n)) for skews in chosen])
+            return np.zeros(1 + DRAWS)
+        chosen = rng.choice(self.skews, (DRAWS, len(self.skews)))
+        return np.array([self.expected_s(n), *(_largest(skews, self.power(n)) for skews in chosen)])
 
     def _known(self, n: int) -> bool:
         return n > 1 and self.ranks > 1 and len(self.skews) > 0

@@ -46,6 +46,38 @@ class Made:
             return self.model(**self.inputs)
         return self.model(*self.inputs) if isinstance(self.inputs, tuple | list) else self.model(self.inputs)
 
+    def torch_loss(self) -> Any:
+        """What the backward pass of a PyTorch model begins with, a tensor of one number.
+
+        It is the loss function of the output; without one, "loss" of an output that is a mapping and has it, or else
+        the sum of all numbers in the output that depend on parameters.
+
+        Raises:
+            InvalidArgumentError: no tensor in the output depends on parameters.
+        """
+        output = self.called()
+        if self.loss is not None:
+            return self.loss(output)
+        own = output.get("loss") if isinstance(output, Mapping) else None
+        if own is not None:
+            return own
+        parts = [(tensor.abs() if tensor.is_complex() else tensor).float().sum() for tensor in _depending(output)]
+        if not parts:
+            raise InvalidArgumentError(
+                f"the model gave a {type(output).__name__} without a tensor that depends on parameters; return "
+                "(model, inputs, loss function)."
+            )
+        return sum(parts[1:], parts[0])
+
+
+def _depending(output: Any) -> Iterator[Any]:
+    """The tensors in an output that a backward can start from."""
+    if isinstance(output, Mapping | tuple | list):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _depending(part)
+    elif getattr(output, "requires_grad", False):
+        yield output
+
 
 @contextlib.contextmanager
 def user_code(what: str, expected: str) -> Iterator[None]:
@@ -66,13 +98,13 @@ def user_code(what: str, expected: str) -> Iterator[None]:
 
 
 def _find(module: str, factory: str) -> Any:
+    """What a module, or a file, calls by a name, which may have dots."""
+    path, in_file = Path(module).resolve(), module.endswith(".py")
+    if in_file and not path.is_file():
+        raise InvalidArgumentError(f"there is no file {module!r}; expected a Python file that makes the model.")
     try:
-        found = _load(module)
-    except InvalidArgumentError:
-        raise
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
+        found: Any = _load(path) if in_file else importlib.import_module(module)
+    except (Exception, SystemExit) as error:
         raise InvalidArgumentError(
             f"importing {module!r} failed with {_words(error)}; expected a module that Python finds from the current "
             "directory, in an environment that has what it imports."
@@ -86,18 +118,11 @@ def _find(module: str, factory: str) -> Any:
     return found
 
 
-def _load(module: str) -> Any:
-    if not module.endswith(".py"):
-        return importlib.import_module(module)
-    path = Path(module).resolve()
-    if not path.is_file():
-        raise InvalidArgumentError(f"there is no file {module!r}; expected a Python file that makes the model.")
+def _load(path: Path) -> Any:
+    """A file as a module, whatever its name is; what lies beside it can be imported."""
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise InvalidArgumentError(f"{module!r} cannot be imported; expected a Python file.")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = loaded
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
 
@@ -214,45 +239,6 @@ def reply(answer: Callable[[dict[str, Any]], dict[str, Any]], arguments: Sequenc
     except InvalidArgumentError as error:
         said = {"error": str(error)}
     Path(file).write_text(json.dumps(said), encoding="utf-8")
-
-
-def torch_loss(made: Made, output: Any) -> Any:
-    """What the backward pass of a PyTorch model begins with, a tensor of one number.
-
-    Args:
-        made: with a loss function of the output; without one, "loss" of an output that is a mapping and has it, or
-            else the sum of all numbers in the output that depend on parameters.
-        output: of the model: a tensor, or mappings, tuples and lists of them.
-    Raises:
-        InvalidArgumentError: no tensor in the output depends on parameters.
-    """
-    if made.loss is not None:
-        return made.loss(output)
-    own = output.get("loss") if isinstance(output, Mapping) else None
-    if own is not None:
-        return own
-    parts = [tensor.float().sum() for tensor in _tensors(output)]
-    if not parts:
-        raise InvalidArgumentError(
-            f"the model gave a {type(output).__name__} without a tensor that depends on parameters; return "
-            "(model, inputs, loss function)."
-        )
-    return sum(parts[1:], parts[0])
-
-
-def _tensors(output: Any) -> Iterator[Any]:
-    """The tensors in an output that a backward can start from."""
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        if output.requires_grad:
-            yield output.abs() if output.is_complex() else output
-    elif isinstance(output, Mapping):
-        for one in output.values():
-            yield from _tensors(one)
-    elif isinstance(output, tuple | list):
-        for one in output:
-            yield from _tensors(one)
 
 
 def _words(error: BaseException) -> str:

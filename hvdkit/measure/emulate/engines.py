@@ -56,42 +56,38 @@ class CollectiveOperation:
 
     Attributes:
         load: takes what this rank gives; outside of the time that is measured.
-        start: gives it to the engine, and may return before anything is done; its value is what ``finish`` takes.
         finish: returns what this rank got, when it has it.
+        start: gives it to the engine, and may return before anything is done; its value is what ``finish`` takes.
         as_array: what ``finish`` returned, as an array; outside of the time that is measured.
     """
 
     load: Callable[[NDArray[Any]], object]
-    start: Callable[[], Any]
     finish: Callable[[Any], Any]
+    start: Callable[[], Any] = lambda: None
     as_array: Callable[[Any], NDArray[Any]] = np.asarray
 
 
+@dataclass(slots=True)
 class Engine:
     """A connection to all ranks.
 
     Attributes:
         rank, size: of this process in the job.
+        operation: makes what carries out the collective at a place in the plan, of so many elements of a type; asked
+            for in the same order on every rank.
+        barrier: returns when all ranks have called it.
+        close: leaves the others; nothing can be done afterwards.
         overlaps: all operations of a step are started before the first one is finished.
         notes: what a reader of the numbers should know, full sentences.
     """
 
     rank: int
     size: int
-    overlaps = False
+    operation: Callable[[int, str, int, str], CollectiveOperation]
+    barrier: Callable[[], object]
+    close: Callable[[], object]
+    overlaps: bool = False
     notes: tuple[str, ...] = ()
-
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:
-        """What carries out the collective at a place in the plan; asked for in the same order on every rank."""
-        raise NotImplementedError
-
-    def barrier(self) -> None:
-        """Return when all ranks have called it."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Leave the others; nothing can be done afterwards."""
-        raise NotImplementedError
 
 
 def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
@@ -131,11 +127,9 @@ def connect(asked: EmulateAsked, folder: Path) -> Engine:
     name = asked.engine
     try:
         if name == HOROVOD:
-            found: Engine = HorovodEngine(asked)
-        elif name in (MPI, RING):
-            found = MpiEngine(asked)
+            found = over_horovod(asked)
         else:
-            found = TorchEngine(asked, folder)
+            found = over_mpi(asked) if name in (MPI, RING) else over_torch(asked, folder)
     except MissingFrameworkError:
         raise
     except ImportError as error:
@@ -156,150 +150,115 @@ def _options(collective: str, elements: int, size: int) -> dict[str, Any]:
     return options.get(collective, {})
 
 
-class HorovodEngine(Engine):
+def over_horovod(asked: EmulateAsked) -> Engine:
     """Horovod on PyTorch's tensors in main memory, started as a training would.
 
     With fusion all tensors of a step are given before the first is waited for. Each tensor has one name, by which
     Horovod knows it again in the next trial.
     """
+    hvd: Any = importlib.import_module("horovod.torch")
+    ranks = OverHorovod(hvd, importlib.import_module("torch").from_numpy)
+    world = starting.start(hvd, os.environ)
 
-    def __init__(self, asked: EmulateAsked) -> None:
-        self.hvd: Any = importlib.import_module("horovod.torch")
-        self.ranks = OverHorovod(self.hvd, importlib.import_module("torch").from_numpy)
-        world = starting.start(self.hvd, os.environ)
-        self.rank, self.size, self.overlaps = world.rank, world.size, asked.fusion
-
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:
+    def operation(index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:
         name, given = f"hvdkit.emulate.{index}", np.empty(elements, storage(dtype))
-        options = _options(collective, elements, self.size)
+        options = _options(collective, elements, world.size)
 
         def finish(request: communicator.PendingCollective) -> Any:
             got = request.wait()
-            return (
-                self.ranks.run(communicator.ALLGATHER, got, f"{name}.gather") if collective == REDUCE_SCATTER else got
-            )
+            return ranks.run(communicator.ALLGATHER, got, f"{name}.gather") if collective == REDUCE_SCATTER else got
 
         return CollectiveOperation(
             load=lambda values: np.copyto(given, values),
-            start=lambda: self.ranks.start(_COLLECTIVES[collective], given, name, **options),
+            start=lambda: ranks.start(_COLLECTIVES[collective], given, name, **options),
             finish=finish,
         )
 
-    def barrier(self) -> None:
-        self.hvd.barrier()
-
-    def close(self) -> None:
-        self.hvd.shutdown()
+    return Engine(world.rank, world.size, operation, hvd.barrier, hvd.shutdown, overlaps=asked.fusion)
 
 
-class MpiEngine(Engine):
-    """All ranks of MPI_COMM_WORLD, without MPI's locks: one thread of this process uses it."""
+def over_mpi(asked: EmulateAsked) -> Engine:
+    """All ranks of MPI_COMM_WORLD, without MPI's locks: one thread of this process uses it.
 
-    def __init__(self, asked: EmulateAsked) -> None:
-        importlib.import_module("mpi4py").rc.thread_level = "single"
-        self.library: Any = importlib.import_module("mpi4py.MPI")
-        self.comm = self.library.COMM_WORLD
-        self.ranks = OverMpi(self.comm, self.library)
-        self.rank, self.size = self.ranks.rank(), self.ranks.size()
-        self.by_ring = asked.engine == RING
+    The collectives are MPI's own, or those of ``ring``, whose messages are bytes, whatever the type of the elements.
+    """
+    importlib.import_module("mpi4py").rc.thread_level = "single"
+    library: Any = importlib.import_module("mpi4py.MPI")
+    comm = library.COMM_WORLD
+    ranks = OverMpi(comm, library)
+    rank, size = ranks.rank(), ranks.size()
+    transport = ring.RingTransport(
+        rank,
+        size,
+        send=lambda part, to: comm.Isend(part.view(np.uint8), to).Wait,
+        receive=lambda part, source: comm.Irecv(part.view(np.uint8), source).Wait,
+    )
 
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
-        comm, given = self.comm, np.empty(elements, storage(dtype))
+    def operation(index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG001
+        given = np.empty(elements, storage(dtype))
+        if asked.engine == RING:  # an allreduce by a ring is a reduce-scatter and an all-gather
+            by_ring = ring.broadcast if collective == BROADCAST else ring.allreduce
+            runs: list[Callable[[], object]] = [lambda: by_ring(transport, given)]
+            got = given
+        else:
+            calls = [ranks.repeated(_COLLECTIVES[collective], given, **_options(collective, elements, size))]
+            if collective == REDUCE_SCATTER:
+                parts = shares(elements, size)
+                calls.append(ranks.repeated(communicator.ALLGATHER, calls[0].got, counts=parts))
+            runs, got = [call.run for call in calls], calls[-1].got
 
-        def load(values: NDArray[Any]) -> None:
-            given[:] = values
+        def finish(_: Any) -> NDArray[Any]:
+            for run in runs:
+                run()
+            return got
 
-        if self.by_ring:
-            # messages are bytes, whatever the type of the elements
-            transport = ring.RingTransport(
-                self.rank,
-                self.size,
-                send=lambda part, to: comm.Isend(part.view(np.uint8), to).Wait,
-                receive=lambda part, source: comm.Irecv(part.view(np.uint8), source).Wait,
-            )
+        return CollectiveOperation(load=lambda values: np.copyto(given, values), finish=finish)
 
-            def by_ring(_: Any) -> NDArray[Any]:
-                if collective == BROADCAST:
-                    ring.broadcast(transport, given)
-                else:  # an allreduce by a ring is a reduce-scatter and an all-gather
-                    ring.allreduce(transport, given)
-                return given
-
-            return CollectiveOperation(load, lambda: None, by_ring)
-
-        calls = [self.ranks.repeated(_COLLECTIVES[collective], given, **_options(collective, elements, self.size))]
-        if collective == REDUCE_SCATTER:
-            parts = shares(elements, self.size)
-            calls.append(self.ranks.repeated(communicator.ALLGATHER, calls[0].got, counts=parts))
-
-        def by_library(_: Any) -> NDArray[Any]:
-            for call in calls:
-                call.run()
-            return calls[-1].got
-
-        return CollectiveOperation(load, lambda: None, by_library)
-
-    def barrier(self) -> None:
-        self.comm.Barrier()
-
-    def close(self) -> None:
-        self.library.Finalize()
+    return Engine(rank, size, operation, comm.Barrier, library.Finalize)
 
 
-class TorchEngine(Engine):
+def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
     """torch.distributed: Gloo on tensors in main memory, NCCL on GPUs. The ranks meet at a file."""
+    torch: Any = importlib.import_module("torch")
+    distributed: Any = importlib.import_module("torch.distributed")
+    launched, size = launchers.detect(os.environ), asked.ranks
+    if launched is None and size > 1:
+        raise LauncherError(f"No launcher known here started this rank; known are {', '.join(launchers.KNOWN)}.")
+    rank = launched.rank if launched is not None else 0
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = asked.engine if asked.engine != "torch" else "nccl" if visible else "gloo"
+    place = "cuda" if backend == "nccl" else "cpu"
+    if backend == "nccl":
+        if not visible:
+            raise InvalidArgumentError("NCCL needs a GPU for each rank, and PyTorch sees none; use --engine gloo.")
+        local = launched.local_rank if launched is not None and launched.local_rank is not None else rank
+        torch.cuda.set_device(device.device_index(local, visible))
+    wait: Callable[[], object] = torch.cuda.synchronize if backend == "nccl" else lambda: None
+    patience = timedelta(seconds=_WAIT_S)
+    store = distributed.FileStore(str(folder / "store"), size)
+    store.set_timeout(patience)
+    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(store, rank, size)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
-    def __init__(self, asked: EmulateAsked, folder: Path) -> None:
-        self.torch: Any = importlib.import_module("torch")
-        self.distributed: Any = importlib.import_module("torch.distributed")
-        launched = launchers.detect(os.environ)
-        if launched is None and asked.ranks > 1:
-            raise LauncherError(f"No launcher known here started this rank; known are {', '.join(launchers.KNOWN)}.")
-        self.rank, self.size = launched.rank if launched is not None else 0, asked.ranks
-        visible = self.torch.cuda.device_count() if self.torch.cuda.is_available() else 0
-        backend = asked.engine if asked.engine != "torch" else "nccl" if visible else "gloo"
-        self.place, self.notes = "cuda" if backend == "nccl" else "cpu", (f"torch.distributed used {backend}.",)
-        if backend == "nccl":
-            if not visible:
-                raise InvalidArgumentError("NCCL needs a GPU for each rank, and PyTorch sees none; use --engine gloo.")
-            local = launched.local_rank if launched is not None and launched.local_rank is not None else self.rank
-            self.torch.cuda.set_device(device.device_index(local, visible))
-        wait = timedelta(seconds=_WAIT_S)
-        store = self.distributed.FileStore(str(folder / "store"), self.size)
-        store.set_timeout(wait)
-        if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = self._interface(store)
-        self.distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=wait)
-
-    def _interface(self, store: Any) -> str:
-        """The network interface on which this rank reaches the others: Gloo's own guess is that of the host's name."""
-        store.set(f"host{self.rank}", socket.gethostname())
-        names = [store.get(f"host{other}").decode() for other in range(self.size)]
-        elsewhere = next((name for name in names if name != names[self.rank]), None)
-        if elsewhere is None:
-            return "lo"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))  # sends nothing; the kernel chooses the way
-            return bootstrap.interface_of(probe.getsockname()[0])
-
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG002
-        torch, distributed, bfloat16 = self.torch, self.distributed, dtype == "bfloat16"  # which NumPy does not know
+    def operation(index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG001
+        bfloat16 = dtype == "bfloat16"  # which NumPy does not know
 
         def as_tensor(array: NDArray[Any]) -> Any:
             tensor = torch.from_numpy(array.view(np.int16) if bfloat16 else array)
-            return (tensor.view(torch.bfloat16) if bfloat16 else tensor).to(self.place)
+            return (tensor.view(torch.bfloat16) if bfloat16 else tensor).to(place)
 
-        parts = shares(elements, self.size)
-        received = [parts[self.rank]] * self.size
+        parts = shares(elements, size)
+        received = [parts[rank]] * size
         # a reduce-scatter has equal parts, the last one filled up with 0
-        padded = -(-elements // self.size) * self.size if collective == REDUCE_SCATTER else elements
+        padded = -(-elements // size) * size if collective == REDUCE_SCATTER else elements
         given = as_tensor(np.zeros(padded, storage(dtype)))
-        own = given[: padded // self.size].clone()
+        own = given[: padded // size].clone()
         got = as_tensor(np.zeros(sum(received) if collective == ALL_TO_ALL else padded, storage(dtype)))
 
         def load(values: NDArray[Any]) -> None:
             given[:elements] = as_tensor(values)
-            self._wait()
+            wait()
 
         def finish(_: Any) -> Any:
             if collective == ALLREDUCE:
@@ -311,7 +270,7 @@ class TorchEngine(Engine):
                 distributed.all_gather_into_tensor(got, own)
             else:
                 distributed.all_to_all_single(got, given, received, parts)
-            self._wait()
+            wait()
             return given if collective in (ALLREDUCE, BROADCAST) else got
 
         def as_array(output: Any) -> NDArray[Any]:
@@ -320,14 +279,19 @@ class TorchEngine(Engine):
             array = array.view(np.uint16) if bfloat16 else array
             return array if collective == ALL_TO_ALL else array[:elements]
 
-        return CollectiveOperation(load, lambda: None, finish, as_array)
+        return CollectiveOperation(load, finish, as_array=as_array)
 
-    def _wait(self) -> None:
-        if self.place == "cuda":
-            self.torch.cuda.synchronize()
+    notes = (f"torch.distributed used {backend}.",)
+    return Engine(rank, size, operation, distributed.barrier, distributed.destroy_process_group, notes=notes)
 
-    def barrier(self) -> None:
-        self.distributed.barrier()
 
-    def close(self) -> None:
-        self.distributed.destroy_process_group()
+def _interface(store: Any, rank: int, size: int) -> str:
+    """The network interface on which this rank reaches the others: Gloo's own guess is that of the host's name."""
+    store.set(f"host{rank}", socket.gethostname())
+    names = [store.get(f"host{other}").decode() for other in range(size)]
+    elsewhere = next((name for name in names if name != names[rank]), None)
+    if elsewhere is None:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((elsewhere, 9))  # sends nothing; the kernel chooses the way
+        return bootstrap.interface_of(probe.getsockname()[0])

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory import TAKEN, Made, framework_of, make, reply, torch_loss, user_code
+from hvdkit.measure.model_factory import TAKEN, Made, framework_of, make, reply, user_code
 
 OBSERVED = "in the order in which a backward produced them"
 NO_INPUTS = (
@@ -23,16 +22,8 @@ NO_INPUTS = (
 KERAS = "in the reverse order of model.trainable_variables: Keras hands over all gradients of a step together"
 
 
-@dataclass(frozen=True)
-class ModelGradient:
-    """One parameter's gradient.
-
-    Attributes:
-        name: of the parameter.
-        layer: of the module that holds it.
-        elements: how many numbers.
-        dtype: their type, as NumPy names it.
-    """
+class ModelGradient(NamedTuple):
+    """One parameter's gradient: its name, the layer that holds it, how many numbers it has, and their type in words."""
 
     name: str
     layer: str
@@ -68,16 +59,14 @@ def by_layer(gradients: Sequence[ModelGradient]) -> list[ModelGradient]:
 
     A layer whose gradients have several types gives one for each type: a collective has one type.
     """
-    groups: dict[tuple[str, str], list[ModelGradient]] = {}
-    for gradient in gradients:
-        key = (gradient.layer, gradient.dtype)
-        groups[key] = [*groups.pop(key, []), gradient]
-    layers = [layer for layer, _ in groups]
-    found = []
-    for (layer, dtype), group in groups.items():
-        name = layer if layers.count(layer) == 1 else f"{layer} ({dtype})"
-        found.append(ModelGradient(name, layer, sum(gradient.elements for gradient in group), dtype))
-    return found
+    sums: dict[tuple[str, str], int] = {}
+    for _, layer, elements, dtype in gradients:
+        sums[layer, dtype] = elements + sums.pop((layer, dtype), 0)  # to the end: it is not ready before
+    layers = [layer for layer, _ in sums]
+    return [
+        ModelGradient(layer if layers.count(layer) == 1 else f"{layer} ({dtype})", layer, elements, dtype)
+        for (layer, dtype), elements in sums.items()
+    ]
 
 
 def of_torch(made: Made) -> tuple[list[ModelGradient], str]:
@@ -97,7 +86,7 @@ def of_torch(made: Made) -> tuple[list[ModelGradient], str]:
     loss = None
     if made.inputs is not None:
         with user_code("the model's forward", TAKEN), torch.enable_grad():
-            loss = torch_loss(made, made.called())
+            loss = made.torch_loss()
     # after the forward, which makes lazy parameters
     trained = [(name, parameter) for name, parameter in made.model.named_parameters() if parameter.requires_grad]
     lazy = [name for name, parameter in trained if is_lazy(parameter)]

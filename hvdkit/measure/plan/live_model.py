@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory import Made, framework_of, make, reply, torch_loss, user_code
+from hvdkit.measure.model_factory import Made, framework_of, make, reply, user_code
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -215,8 +215,7 @@ def _failures_told(batch: int, device: str) -> AbstractContextManager[None]:
 
 def _step(made: Made, model: Any, optimizer: Any, inputs: Any) -> None:
     optimizer.zero_grad()
-    called = Made(model, inputs, made.loss)
-    torch_loss(called, called.called()).backward()
+    Made(model, inputs, made.loss).torch_loss().backward()
     optimizer.step()
 
 

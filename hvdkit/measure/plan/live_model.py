@@ -1,7 +1,7 @@
 """``python -m hvdkit.measure.plan.live_model QUESTION REPLY``: makes a model and measures what it needs in memory.
 
-QUESTION is JSON (see ``memory``), REPLY the file to write; PyTorch is imported in this process only. Its steps are
-followed operation by operation at two batch sizes.
+QUESTION is JSON (see ``memory``), REPLY the file to write; PyTorch is imported in this process only. A step of the
+model is followed operation by operation.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from hvdkit.measure.model_factory import Made, framework_of, make, reply, user_c
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The terms at ``question["batch"]`` samples, from steps at two smaller batch sizes.
+    """The terms at ``question["batch"]`` samples, from two steps with so many, of which the second counts.
 
-    Inputs whose first length is that of the first input are repeated or cut to a batch size; others stay as they are.
-    Every operation's live bytes are taken as linear in the batch, so that the peak may move to another operation.
+    Inputs whose first length is that of the first input are repeated or cut to the batch size; others stay as they are.
 
     Returns:
         The terms, in bytes, and with ``question["measure"]`` what the allocator really held.
     Raises:
-        InvalidArgumentError: the factory fails, or its model cannot be run at these batch sizes.
+        InvalidArgumentError: the factory fails, or its model cannot be run at this batch size.
     """
     factory = question["module"], question["factory"], question["input_shape"]
     real = make(*factory) if question["measure"] else None
@@ -48,25 +47,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         from torch.utils._pytree import tree_map
 
         inputs = tree_map(lambda leaf: leaf.to("meta") if _is_tensor(leaf) else leaf, made.inputs)
-        made = Made(_copy(made.model).to("meta"), inputs, made.loss)
-    wanted: int = question["batch"]
-    first, second = max(2, wanted // 4), max(3, wanted // 2)  # BatchNorm needs two
-    (before, fewer), (after, more) = (_course(made, batch, question) for batch in (first, second))
-    same = len(before) == len(after)
-    if not same:
-        before, after = [max(before)], [max(after)]
-
-    def line(at_first: float, at_second: float) -> int:
-        """The value at the wanted batch of the line through those at two batches."""
-        return round(at_first + (at_second - at_first) * (wanted - first) / (second - first))
-
-    found = {
-        **more,
-        "batches": [first, second],
-        "same_operations": same,
-        "activations": line(fewer["activations"], more["activations"]),
-        "peak": max(line(a, b) for a, b in zip(before, after, strict=True)),
-    }
+        made = Made(made.model.to("meta"), inputs, made.loss)
+    found = _followed(made, question)
     return found if real is None else {**found, "measured_peak": peak_of_allocator(real, question)}
 
 
@@ -86,11 +68,10 @@ def _optimizer(name: str, parameters: Any) -> Any:
 
 
 class _Live:
-    """Bytes of the tensors that are alive, after every operation; each storage is counted once."""
+    """Bytes of the tensors that are alive, and the most after any operation; each storage is counted once."""
 
     def __init__(self) -> None:
-        self.bytes = 0
-        self.course: list[int] = []
+        self.bytes = self.peak = 0
         self._known: set[int] = set()
 
     def add(self, tree: Any) -> None:
@@ -106,7 +87,7 @@ class _Live:
             def __torch_dispatch__(_, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
                 given = function(*args, **(kwargs or {}))
                 self.add(given)
-                self.course.append(self.bytes)
+                self.peak = max(self.peak, self.bytes)
                 return given
 
         return Mode()  # type: ignore[no-untyped-call]
@@ -138,7 +119,7 @@ def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
         _failures_told(question["batch"], "cpu"),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
     ):
-        model = _copy(made.model)
+        model = copy.deepcopy(made.model).train()
         optimizer = _optimizer(question["optimizer"], model.parameters())
         batch = tree_map(lambda one: one.clone() if _is_tensor(one) else one, inputs)
         for _ in range(2):
@@ -151,30 +132,30 @@ def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
     return peak
 
 
-def _course(made: Made, batch: int, question: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Run two steps of a copy at this batch size: the second one's live bytes by operation, and the terms in bytes."""
-    inputs = _inputs(made, batch)
-    model = _copy(made.model)
+def _followed(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Run two steps: the terms of the second one, and the most that was alive at once in it, in bytes."""
+    inputs, model = _inputs(made, question["batch"]), made.model.train()
     optimizer = _optimizer(question["optimizer"], model.parameters())
     live = _Live()
     own = [*model.parameters(), *model.buffers()]
     live.add(own)
     live.add(inputs)
     fused = _fused_attention() if question["device"] == "meta" else nullcontext()
-    with _failures_told(batch, question["device"]), fused, live.following():
+    with _failures_told(question["batch"], question["device"]), fused, live.following():
         _step(made, model, optimizer, inputs)
-        live.course.clear()
+        live.peak = live.bytes
         with _saved_for_backward(own) as saved:
             _step(made, model, optimizer, inputs)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     numbers = sum(one.numel() for one in gradients)
     size = _bytes(gradients)
-    return live.course, {
+    return {
         "parameters": _bytes(own),
         "gradients": size,
         "states": _bytes(_tensors(dict(optimizer.state))),
         "activations": sum(saved.values()),
         "gradient_size": size / numbers if numbers else 4.0,
+        "peak": live.peak,
     }
 
 
@@ -255,10 +236,6 @@ def _inputs(made: Made, batch: int) -> Any:
         return found.requires_grad_(value.requires_grad)
 
     return tree_map(resized, made.inputs)
-
-
-def _copy(model: Any) -> Any:
-    return copy.deepcopy(model).train()
 
 
 def _is_tensor(value: Any) -> bool:

@@ -12,7 +12,7 @@ from hvdkit.common.allreduce import FUSION_BYTES
 from hvdkit.common.commands import large_count, number, numbers_of_ranks, whole_numbers
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import ITEM_SIZES, bytes_text, change_text, ranks_text
+from hvdkit.common.units import ITEM_SIZES, bytes_text, change_text, count_text, ranks_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.model_factory import ask
 
@@ -289,7 +289,7 @@ _WHOLE = click.IntRange(min=1, max=10**9)
 @click.option("--checkpointing", is_flag=True, help="Layers are computed again in backward (activation checkpointing).")
 @click.option("--input-shape", callback=whole_numbers, metavar="B,...", help="Shape of an input of zeros, batch first.")
 @click.option("--device", type=click.Choice(("cpu", "meta")), default="cpu",
-              help="Device on which small steps of the model run; meta computes shapes only.")  # fmt: skip
+              help="Device on which two steps of the model run; meta computes shapes only.")  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare.")
 @click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
 @click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), callback=number(0), metavar="MB",
@@ -310,8 +310,9 @@ def memory(
 ) -> int:
     """Estimate the memory of a training on each rank: parameters, gradients, optimizer, activations, buffers.
 
-    For a real model, small steps are run and extrapolated to B samples; for plain numbers the terms are computed. Plain
-    data parallelism needs all of it on every rank; the savings of ZeRO's stages are shown beside it.
+    For a real model, two steps with B samples are followed, which --device meta does without their memory; for plain
+    numbers the terms are computed. Plain data parallelism needs all of it on every rank; the savings of ZeRO's stages
+    are shown beside it.
 
     Exit status: 0; 1 when a rank needs more than --capacity-gb with data parallelism, or may need more: an estimate may
     be 20 % off, and says nothing without the activations.
@@ -338,20 +339,14 @@ def memory(
         need = of_numbers(**asked, fp16_allreduce=wanted["fp16_allreduce"], fusion_bytes=fusion)
     else:
         said = ask("hvdkit.measure.plan.live_model", **asked)
-        first, second = said["batches"]
         how = {
             "parameters": "parameters and buffers of the model",
             "gradients": "those that a backward produced",
             "states": f"those of {wanted['optimizer']} after a step",
-            "activations": f"what autograd kept for {first} and {second} samples on {wanted['device']}, as a line to "
-            f"{wanted['batch']}",
+            "activations": f"what autograd kept for {count_text(wanted['batch'], 'sample')} on {wanted['device']}",
         }
         terms = {name: said[name] for name in ("parameters", "gradients", "states", "activations", "peak")}
         need = with_horovod(Need(how=how, **terms), said["gradient_size"], wanted["fp16_allreduce"], fusion)
-        if not said["same_operations"]:
-            remarks.append(
-                "The model did other operations at the other batch size; the peak is a line through the two peaks."
-            )
         if measured := said.get("measured_peak"):
             off = change_text(said["peak"] / measured - 1)
             remarks.append(

@@ -12,7 +12,7 @@ from hvdkit.jobs.launch import facts
 from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.jobs.trials import Launch, TrialJob
 from hvdkit.measure.emulate import rank_files, results, worker
-from hvdkit.measure.emulate.rank_files import Recorder
+from hvdkit.measure.emulate.rank_files import RankFiles
 
 LIST = "803840,131584,33024,2600"
 
@@ -41,7 +41,7 @@ class Ranks:
             host = self.hosts.get(rank, "one")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(rank_files.socket, "gethostname", lambda host=host: host)
-                recorder = Recorder(folder, rank)
+                recorder = RankFiles(folder, rank)
             for trial in range(trials):
                 arrived = [trial + index / 10 + rank / 1000 for index in range(len(job.plan.collectives))]
                 recorder.trial(arrived, [at + 0.02 for at in arrived])

@@ -10,7 +10,7 @@ from hvdkit import DataError
 from hvdkit.common import json_files
 from hvdkit.measure.emulate import rank_files, results, worker
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.emulate.rank_files import Recorder
+from hvdkit.measure.emulate.rank_files import RankFiles
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
 
 PLAN = ReplayPlan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
@@ -27,7 +27,7 @@ def sample(trial=0, index=0, **changed):
 def written(folder, rank, trials, machine="one", notes=()):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_files, "machine", lambda: machine)
-        recorder = Recorder(folder, rank, notes)
+        recorder = RankFiles(folder, rank, notes)
     for times in trials:
         recorder.trial(*times)
     return recorder

@@ -56,7 +56,7 @@ def machine() -> str:
     return "/".join(text for text in texts if text) or socket.gethostname()
 
 
-class Recorder:
+class RankFiles:
     """Writes the files of one rank.
 
     Args:

@@ -19,7 +19,7 @@ from hvdkit.measure.emulate import engines, results
 from hvdkit.measure.emulate.check import Values
 from hvdkit.measure.emulate.engines import Engine
 from hvdkit.measure.emulate.plan import ReplayPlan
-from hvdkit.measure.emulate.rank_files import Recorder
+from hvdkit.measure.emulate.rank_files import RankFiles
 from hvdkit.measure.emulate.results import EmulateAsked
 from hvdkit.steps import launchers
 
@@ -37,7 +37,7 @@ def main(folder: Path) -> int:
 
     A mistake or a wrong result is left in the rank's file, where ``hvdkit emulate`` finds it.
     """
-    recorder = None
+    files = None
     try:
         try:
             job = results.load(folder / JOB)
@@ -47,16 +47,16 @@ def main(folder: Path) -> int:
                 "give --json a file in one."
             ) from error
         engine = engines.connect(job.asked, folder)
-        recorder = Recorder(folder, engine.rank, engine.notes)
-        replay(job.asked, job.plan, engine, recorder.trial)
+        files = RankFiles(folder, engine.rank, engine.notes)
+        replay(job.asked, job.plan, engine, files.trial)
         engine.barrier()
     except HvdkitError as error:
         sys.stderr.write(f"hvdkit emulate: {error}\n")
-        if recorder is None and folder.is_dir():
+        if files is None and folder.is_dir():
             launched = launchers.detect(os.environ)  # the engine did not say which rank this is
-            recorder = Recorder(folder, launched.rank if launched else 0)
-        if recorder is not None:
-            recorder.error(str(error), error.exit_code, wrong=isinstance(error, WrongResultError))
+            files = RankFiles(folder, launched.rank if launched else 0)
+        if files is not None:
+            files.error(str(error), error.exit_code, wrong=isinstance(error, WrongResultError))
         return 1
     engine.close()
     return 0

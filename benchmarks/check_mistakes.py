@@ -511,16 +511,6 @@ def every_download(text):
             yield lambda node=node: text.splice(node, node.body)
 
 
-@mistake("download-without-barrier", "the barrier after the download is taken out")
-def unawaited(text):
-    for call in text.calls("barrier"):
-        statement = text.statement(call)
-        block = text.block(statement)
-        before = block[block.index(statement) - 1] if text.is_statement(call) and block.index(statement) else None
-        if isinstance(before, ast.If) and "download=True" in ast.unparse(before):
-            yield lambda call=call: text.remove(call)
-
-
 @mistake("collective-on-some-ranks", "a call of all ranks goes under a condition on the rank")
 def one_branch(text):
     for call in text.calls(*TOGETHER):

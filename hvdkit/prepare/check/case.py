@@ -126,8 +126,11 @@ class Case(Flow):
     def of_tensorflow_1(self) -> list[Event]:
         """The events that train as TensorFlow 1 did, unless the version is asked for."""
         found = [event for event in self.events if _TENSORFLOW_1.fullmatch(self.name(event.node))]
-        asks = re.compile(r"__version__|hasattr")
-        return [one for one in found if not any(asks.search(ast.unparse(guard.test)) for guard in one.guards)]
+        return [event for event in found if not self.asks_version(event)]
+
+    def asks_version(self, event: Event) -> bool:
+        """Whether an event depends on the version of a package."""
+        return any(re.search(r"__version__|hasattr", ast.unparse(guard.test)) for guard in event.guards)
 
     # What a call is for -----------------------------------------------------------------------------------------------
 

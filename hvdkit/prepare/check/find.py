@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from hvdkit.prepare.check import find_branches, steps, writes
+from hvdkit.prepare.check import steps, writes
 from hvdkit.prepare.check.calls import argument, arguments, is_constant, makes_object, method, receiver, word
 from hvdkit.prepare.check.case import Case, Update
 from hvdkit.prepare.check.flow import everything
-from hvdkit.prepare.check.libraries import NUMBERS, RANKS, SAMPLERS, TOGETHER, Role, role
+from hvdkit.prepare.check.libraries import NUMBERS, RANKS, SAMPLERS, Role, role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -20,7 +19,6 @@ _FETCHES = (
     "torchvision.datasets.utils.download_url", "torchvision.datasets.utils.download_and_extract_archive",
     "keras.utils.get_file",
 )  # fmt: skip
-_FETCHERS = re.compile(r"(wget|curl)\b")
 _DATA_SETS = ("torchvision.", "torchaudio.", "torchtext.", "torch_geometric.", "medmnist.")
 _TAKE_NUMBERS = {
     "int", "float", "str", "range", "print", "len", "abs", "max", "min", "set_device", "shard", "format", "device",
@@ -40,14 +38,14 @@ _CLIPS = re.compile(r"(torch|timm)\..*clip_grad")
 
 def uncalled(case: JudgedCase) -> Iterator[ast.expr]:
     """The functions for rank and size that are used as numbers: where they are named without a call."""
-    functions = {node for node in case.nodes if _is_function(case, node)}
-    if all(getattr(case.parents[node], "func", None) is node for node in functions):
-        return
-    methods = {
-        node.func.attr
+    functions = {
+        node
         for node in case.nodes
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not case.name(node)
+        if _is_function(case, node) and getattr(case.parents[node], "func", None) is not node
     }
+    if not functions:
+        return
+    methods = {method(event.node) for event in case.events if not case.name(event.node)}
 
     def behind(one: ast.AST) -> list[ast.AST]:
         """Followed through names, arguments, dictionaries and returns."""
@@ -61,11 +59,10 @@ def uncalled(case: JudgedCase) -> Iterator[ast.expr]:
 
 
 def _is_function(case: JudgedCase, node: ast.AST) -> bool:
-    name = case.dotted(node) if isinstance(node, (ast.Attribute, ast.Name)) else None
-    if name is None or role(name) not in NUMBERS or name.startswith("mpi4py"):
+    name = case.dotted(node) or ""
+    if role(name) not in NUMBERS or name.startswith("mpi4py"):
         return False
-    imports = case.reaching(node) if isinstance(node, ast.Name) else []
-    return isinstance(node, ast.Attribute) or any(one.imported for one in imports)
+    return not isinstance(node, ast.Name) or any(binding.imported for binding in case.reaching(node))
 
 
 def _is_number(case: JudgedCase, node: ast.AST) -> bool:
@@ -77,23 +74,17 @@ def _is_number(case: JudgedCase, node: ast.AST) -> bool:
             return not (asks_none and any(isinstance(one, (ast.Is, ast.IsNot)) for one in operators))
         case ast.BinOp() | ast.FormattedValue() | ast.Slice():
             return True
-        case ast.IfExp() if parent.test is not node:
-            return _is_number(case, parent)
         case ast.UnaryOp() | ast.BoolOp() | ast.If() | ast.While() | ast.IfExp():  # a name may hold a function or None
             return isinstance(node, ast.Attribute) and case.dotted(node) is not None
         case ast.Subscript(slice=asked) | ast.Match(subject=asked):
             return asked is node
         case ast.keyword():
             return parent.arg in _NUMBER_ARGUMENTS
-        case ast.List():
-            return isinstance(case.parents[parent], ast.keyword)
         case ast.Tuple():
             outer = case.parents[parent]
             return isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Mod)
         case ast.Call():
             return parent.func is not node and ast.unparse(parent.func).rpartition(".")[2] in _TAKE_NUMBERS
-        case ast.Assign(targets=[ast.Subscript(value=base)]):
-            return case.dotted(base) == "os.environ"
     return False
 
 
@@ -184,27 +175,7 @@ def downloads(case: JudgedCase) -> Iterator[Event]:
 
 def _downloads(case: JudgedCase, call: ast.Call) -> bool:
     name = case.name(call)
-    if name.startswith(("os.system", "os.popen", "subprocess.")):
-        return any(isinstance(node, ast.Constant) and _FETCHERS.match(str(node.value)) for node in ast.walk(call))
     return name in _FETCHES or (name.startswith(_DATA_SETS) and is_constant(argument(call, "download"), True))
-
-
-def downloads_without_barrier(case: JudgedCase) -> Iterator[Event]:
-    """Downloads on one rank that the next use of the same data set on all ranks does not wait for."""
-    for event in case.events:
-        name = case.name(event.node)
-        lone = event.reached and find_branches.side(case, event) is not None
-        if name in _FETCHES or not lone or not _downloads(case, event.node):
-            continue
-        after = case.events[event.order + 1 :]
-        used = next((one for one in after if case.name(one.node) == name and not _downloads(case, one.node)), None)
-        if used is None or case.where(used) != "every rank":
-            continue
-        between = [one.node for one in after if one.order < used.order]
-        together = any(case.role(call) in (*TOGETHER, Role.INIT) for call in between)
-        unsure = any(case.is_opaque(call) or method(call) in ("sleep", "wait", "exists") for call in between)
-        if not together and not unsure:
-            yield event
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -226,10 +197,6 @@ def not_distributed(case: JudgedCase) -> Iterator[Event | int]:
 
 def _is_local(case: JudgedCase, update: Update) -> bool:
     """Whether everything shows where the optimizer and the gradients come from, and nothing of it is distributed."""
-    if method(update.event.node) == "compile" and isinstance(update.optimizer, ast.Constant):
-        return case.library == "horovod"
-    if update.gradients is None and method(update.event.node) == "apply_gradients":
-        return False
     # A layer or a model may be called on the way: what is in it does not average gradients.
     made = [*case.calls(update.optimizer), *case.calls(update.gradients, through=True)]
     averaged = any(case.role(call) in (Role.DISTRIBUTE, Role.REDUCE) for call in made)
@@ -430,84 +397,27 @@ def horovods_keras_optimizers(case: JudgedCase) -> Iterator[Event]:
         sources = case.calls(argument(event.node, "optimizer", 0))
         on_keras = any(case.name(call).startswith("keras.") for call in sources)
         of_keras = name.startswith(("horovod.keras.", "horovod.tensorflow.keras."))
-        asked = any(re.search(r"__version__|hasattr", ast.unparse(guard.test)) for guard in event.guards)
-        if (
-            (of_keras or (name.startswith("horovod.tensorflow.") and on_keras))
-            and not name.endswith("Tape")
-            and not asked
-        ):
+        takes_keras = of_keras or (name.startswith("horovod.tensorflow.") and on_keras)
+        if takes_keras and not name.endswith("Tape") and not case.asks_version(event):
             yield event
 
 
-@dataclass(frozen=True)
-class Removed:
-    """What worked with Keras 2, as Horovod's examples still have it, and fails with Keras 3.
+def removed(
+    case: Case, called: str, words: tuple[str, ...], imported: str, in_keras_2: bool
+) -> Iterator[Event | ast.keyword]:
+    """What worked with Keras 2, as Horovod's examples still have it, unless the script asks for a version.
 
-    Attributes:
+    Args:
+        case: the script.
         called: pattern of the full name of what is called, or of its text where it has none.
-        fix: what to write.
         words: the arguments that are removed; () where the function is.
         imported: how a name begins that the script has to import.
         in_keras_2: it is removed for scripts that ask for Keras 2, too.
     """
-
-    called: str
-    fix: str
-    words: tuple[str, ...] = ()
-    imported: str = ""
-    in_keras_2: bool = False
-
-    def find(self, case: Case) -> Iterator[Event | ast.keyword]:
-        """Where a script uses it, unless it asks for Keras 2 or for a version."""
-        other = self.imported and not any(name.startswith(self.imported) for name in case.imported)
-        if other or (case.asks_for_keras_2 and not self.in_keras_2):
-            return
-        for event in case.events:
-            if re.search(self.called, case.name(event.node) or ast.unparse(event.node.func)):
-                if self.words:
-                    yield from (keyword for keyword in event.node.keywords if keyword.arg in self.words)
-                elif not any(re.search(r"__version__|hasattr", ast.unparse(guard.test)) for guard in event.guards):
-                    yield event
-
-
-REMOVED = (
-    Removed(r"\.compile$", "leave it out", ("experimental_run_tf_function", "sample_weight_mode", "target_tensors")),
-    Removed(r"^keras\.optimizers\.", "write learning_rate=", ("lr",)),
-    Removed(
-        r"^keras\.optimizers\.",
-        "Keras 3 ignores it: learning_rate=keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)",
-        ("decay",),
-    ),
-    Removed(
-        r"^keras\.callbacks\.ModelCheckpoint$",
-        'save_freq="epoch", or save_freq=k * steps_per_epoch for every k-th epoch',
-        ("period", "load_weights_on_restart"),
-    ),
-    Removed(
-        r"^keras\.callbacks\.TensorBoard$",
-        "leave it out: Keras 3's TensorBoard does not write that",
-        ("batch_size", "write_grads", "embeddings_layer_names", "embeddings_data"),
-    ),
-    Removed(
-        r"^keras\.(utils\.(np_utils|multi_gpu_model)|wrappers\.scikit_learn|layers\.CuDNN|backend\.tensorflow_backend)",
-        "see keras.io/guides/migrating_to_keras_3 for what replaces it",
-    ),
-    Removed(
-        r"\.(fit|evaluate|predict)(_generator)?$",
-        "leave it out; a keras.utils.PyDataset takes workers= itself, and nb_epoch= is epochs=",
-        ("workers", "use_multiprocessing", "max_queue_size", "nb_epoch"),
-    ),
-    Removed(
-        r"^(tensorflow\.(ConfigProto|Session)|keras\.backend\.set_session)$",
-        "TensorFlow 2 has no sessions: hk.pin_device(world), or "
-        "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
-        in_keras_2=True,
-    ),
-    Removed(r"\.(fit|evaluate|predict)_generator$", "call fit, evaluate or predict, which take such data, too"),
-    Removed(
-        r"keras\.preprocessing\.image\.ImageDataGenerator$",
-        "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "
-        "tensorflow.keras.preprocessing.image",
-        imported="keras.preprocessing.image",
-    ),
-)
+    is_other = imported and not any(name.startswith(imported) for name in case.imported)
+    for event in case.events if not is_other and (in_keras_2 or not case.asks_for_keras_2) else ():
+        if re.search(called, case.name(event.node) or ast.unparse(event.node.func)):
+            if words:
+                yield from (keyword for keyword in event.node.keywords if keyword.arg in words)
+            elif not case.asks_version(event):
+                yield event

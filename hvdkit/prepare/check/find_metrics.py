@@ -17,6 +17,7 @@ _SHOWS = {
     "info", "debug", "warning", "log", "add_scalar", "add_scalars", "log_metric", "log_metrics", "echo", "write",
     "print",
 }  # fmt: skip
+_HOLDS_VALUES = (ast.JoinedStr, ast.FormattedValue, ast.Dict, ast.Tuple, ast.List)
 _METRIC = re.compile(
     r"acc|loss|err|score|metric|f1|prec|recall|correct|mse|mae|top\d|auc|ppl|perplex|hits", re.IGNORECASE
 )
@@ -49,22 +50,11 @@ def _shows(case: JudgedCase, event: Event) -> bool:
 def shown(call: ast.Call) -> list[ast.expr]:
     """The single values in what a call prints: those in f-strings, ``%``, ``format``, tuples and dictionaries."""
 
-    def parts(node: ast.expr) -> list[ast.expr]:
-        match node:
-            case ast.JoinedStr() | ast.Dict():
-                return node.values
-            case ast.Tuple() | ast.List():
-                return node.elts
-            case ast.FormattedValue():
-                return [node.value]
-            case ast.BinOp(op=ast.Mod(), left=ast.Constant(value=str())):
-                return [node.right]
-            case ast.Call(func=ast.Attribute(attr="format")):
-                return arguments(node)
-            case ast.BinOp(op=ast.Add(), left=left, right=right):
-                is_text = any(isinstance(one, (ast.Constant, ast.JoinedStr)) for one in (left, right))
-                return [left, right] if is_text else []
-        return []
+    def parts(node: ast.AST) -> list[ast.expr]:
+        inside = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        formats = isinstance(node, ast.Call) and method(node) == "format"
+        joins = isinstance(node, ast.BinOp) and any(isinstance(one, (ast.Constant, ast.JoinedStr)) for one in inside)
+        return inside if formats or joins or isinstance(node, _HOLDS_VALUES) else []
 
     return [value for one in arguments(call) for value in everything(one, parts) if not parts(value)]
 

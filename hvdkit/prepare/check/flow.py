@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -68,16 +69,6 @@ class Binding:
     imported: str = ""
 
 
-@dataclass(eq=False)
-class Scope:
-    """A function, a class or the module, with the names that are bound in it."""
-
-    node: ast.AST
-    parent: Scope | None
-    bindings: dict[str, list[Binding]] = field(default_factory=dict)
-    declared_elsewhere: set[str] = field(default_factory=set)
-
-
 def everything(start: Node, following: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
     """A node, what follows it, what follows that and so on: each once, in the order in which they are met."""
     found: dict[Node, None] = {}
@@ -126,9 +117,11 @@ class Flow:
         self.nodes: list[ast.AST] = []
         self.parents: dict[ast.AST, ast.AST] = {}
         self.imported: dict[str, int] = {}
-        self.attributes: dict[str, list[Binding]] = {}
+        self.attributes: dict[str, list[Binding]] = defaultdict(list)
         self._blocks: dict[ast.AST, tuple[ast.AST, str]] = {}
-        self._scopes: dict[ast.AST, Scope] = {tree: Scope(tree, None)}
+        self._scopes: dict[ast.AST, ast.AST] = {tree: tree}
+        self._bindings: dict[ast.AST, dict[str, list[Binding]]] = defaultdict(dict)
+        self._declared_elsewhere: set[tuple[ast.AST, str]] = set()
         self._enter(tree)
         self.functions = [node for node in self.nodes if isinstance(node, FUNCTIONS)]
         for node in self.nodes:
@@ -154,14 +147,12 @@ class Flow:
 
     def _enter(self, tree: ast.Module) -> None:
         """Note of every node its parent, the block that it is a statement of, and the scope in which it runs."""
-        inner: dict[ast.AST, Scope] = {}
         stack: list[ast.AST] = [tree]
         while stack:
             node = stack.pop()
             self.nodes.append(node)
-            outside = inside = self._scopes[node]
-            if isinstance(node, _DEFINITIONS):
-                inside = inner[node] = Scope(node, outside)
+            outside = self._scopes[node]
+            inside = node if isinstance(node, _DEFINITIONS) else outside
             for name, value in reversed(list(ast.iter_fields(node))):
                 children = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, ast.AST)]
                 for child in reversed(children):
@@ -171,7 +162,7 @@ class Flow:
                     if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
                         self._blocks[child] = (node, name)
                     elif isinstance(child, ast.arg):  # bound as if by the first statement of its function
-                        self._scopes[child] = inner[self.parents[node]]
+                        self._scopes[child] = self.parents[node]
                         self._blocks[child] = (self.parents[node], "body")
                     stack.append(child)
 
@@ -187,16 +178,16 @@ class Flow:
             node = self.parents[node]
         return node
 
-    def scope(self, node: ast.AST) -> Scope:
-        """The scope in which an expression or statement runs."""
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function, class or module in whose scope an expression or statement runs."""
         return self._scopes[node]
 
     def function(self, node: ast.AST) -> FunctionNode | None:
         """The function in which a node runs; None on module level."""
-        scope: Scope | None = self._scopes[node]
-        while scope is not None and isinstance(scope.node, ast.ClassDef):
-            scope = scope.parent
-        return scope.node if scope is not None and isinstance(scope.node, FUNCTIONS) else None
+        scope = self._scopes[node]
+        while isinstance(scope, ast.ClassDef):
+            scope = self._scopes[scope]
+        return scope if isinstance(scope, FUNCTIONS) else None
 
     def owner_class(self, node: ast.AST) -> ast.ClassDef | None:
         """The class in whose body a node is, at any depth."""
@@ -230,7 +221,7 @@ class Flow:
                     meant = full if base or alias.asname else first  # ``import a.b`` binds a
                     self._name(alias.asname or first, Binding(node, imported=meant), self.scope(node))
             case ast.Global() | ast.Nonlocal():
-                self.scope(node).declared_elsewhere.update(node.names)
+                self._declared_elsewhere.update((self.scope(node), name) for name in node.names)
             case ast.arg():
                 self._name(node.arg, Binding(node), self.scope(node))
 
@@ -239,7 +230,7 @@ class Flow:
             case ast.Name():
                 self._name(target.id, binding, self.scope(binding.node))
             case ast.Attribute():
-                self.attributes.setdefault(target.attr, []).append(binding)
+                self.attributes[target.attr].append(binding)
             case ast.Subscript():
                 key = target.slice.value if isinstance(target.slice, ast.Constant) else None
                 self._put(target.value, replace(binding, index=(), key=key, replaces=False))
@@ -260,10 +251,10 @@ class Flow:
             changed = changed.value
         if isinstance(changed, ast.Name):
             scope = self.lookup(changed.id, self.scope(binding.node))
-            if scope is not None and not any(binding.imported for binding in scope.bindings[changed.id]):
+            if scope is not None and not any(known.imported for known in self._bindings[scope][changed.id]):
                 self._name(changed.id, binding, scope)
         elif isinstance(changed, ast.Attribute):
-            self.attributes.setdefault(changed.attr, []).append(binding)
+            self.attributes[changed.attr].append(binding)
 
     def _change(self, call: ast.Call) -> None:
         """``x.append(y)`` puts y into x; ``all_reduce(x)`` puts its result into x."""
@@ -274,24 +265,25 @@ class Flow:
             elif called in _WRITES_INTO_ARGUMENTS:
                 self._put(given, Binding(call, call, replaces=False))
 
-    def _name(self, name: str, binding: Binding, scope: Scope) -> None:
-        while name in scope.declared_elsewhere and scope.parent is not None:
-            scope = scope.parent
-        scope.bindings.setdefault(name, []).append(binding)
-        if isinstance(scope.node, ast.ClassDef):
-            self.attributes.setdefault(name, []).append(binding)
+    def _name(self, name: str, binding: Binding, scope: ast.AST) -> None:
+        while (scope, name) in self._declared_elsewhere and scope is not self.tree:
+            scope = self._scopes[scope]
+        self._bindings[scope].setdefault(name, []).append(binding)
+        if isinstance(scope, ast.ClassDef):
+            self.attributes[name].append(binding)
 
     # What a use of a name can see -------------------------------------------------------------------------------------
 
-    def lookup(self, name: str, scope: Scope) -> Scope | None:
+    def lookup(self, name: str, scope: ast.AST) -> ast.AST | None:
         """The scope whose name it is; None for a builtin or a name that nobody binds."""
-        current: Scope | None = scope
-        while current is not None:
-            hidden = isinstance(current.node, ast.ClassDef) and current is not scope
-            if name in current.bindings and name not in current.declared_elsewhere and not hidden:
+        current = scope
+        while True:
+            hidden = isinstance(current, ast.ClassDef) and current is not scope
+            if name in self._bindings[current] and (current, name) not in self._declared_elsewhere and not hidden:
                 return current
-            current = current.parent
-        return None
+            if current is self.tree:
+                return None
+            current = self._scopes[current]
 
     @remembered([])
     def reaching(self, name: ast.Name) -> list[Binding]:
@@ -302,9 +294,10 @@ class Flow:
             return []
         around = list(self.ancestors(name))
         generators = {x for node in around if isinstance(node, _COMPREHENSIONS) for x in node.generators}
-        if own := [binding for binding in owner.bindings[name.id] if binding.node in generators]:
+        known = self._bindings[owner][name.id]
+        if own := [binding for binding in known if binding.node in generators]:
             return own
-        bindings = [binding for binding in owner.bindings[name.id] if not isinstance(binding.node, ast.comprehension)]
+        bindings = [binding for binding in known if not isinstance(binding.node, ast.comprehension)]
         if owner is not scope:
             return bindings
         foreign = [binding for binding in bindings if self.scope(binding.node) is not scope]
@@ -352,9 +345,9 @@ class Flow:
     def _resolve(self, name: ast.Name) -> str | None:
         scope = self.lookup(name.id, self.scope(name))
         if scope is not None:
-            bindings = scope.bindings[name.id]
+            bindings = self._bindings[scope][name.id]
             handed_on = all(isinstance(binding.node, ast.arg) for binding in bindings)  # a module, under its own name
-            outside = self.scope(self.tree).bindings.get(name.id, [])
+            outside = self._bindings[self.tree].get(name.id, [])
             imports = [binding.imported for binding in (outside if handed_on else bindings) if binding.imported]
             return imports[0] if imports else self._alias(bindings)
         if hasattr(builtins, name.id):
@@ -535,8 +528,8 @@ class Flow:
             case ast.Call(func=ast.Name(id="super")) if own is not None:
                 return self._bases(own)
         named = self._classes_named(receiver)
-        made = [self.class_of(call) for call in self.calls(receiver)] if not named else []
-        return named or list(dict.fromkeys(call for call in made if call is not None))
+        made = {self.class_of(call): None for call in self.calls(receiver)} if not named else {}
+        return named or [klass for klass in made if klass is not None]
 
     def _bases(self, owner: ast.ClassDef) -> list[ast.ClassDef]:
         named = [base.id for base in owner.bases if isinstance(base, ast.Name)]
@@ -552,15 +545,15 @@ class Flow:
 
     def _find_calls(self) -> None:
         """Find which functions each call runs, from what the last pass found out about objects and arguments."""
-        resolved: dict[ast.Call, list[FunctionNode]] = {}
-        handed_on: dict[ast.Call, list[tuple[FunctionNode, ast.expr]]] = {}
+        resolved: dict[ast.Call, list[FunctionNode]] = defaultdict(list)
+        handed_on: dict[ast.Call, list[tuple[FunctionNode, ast.expr]]] = defaultdict(list)
         for call in (node for node in self.nodes if isinstance(node, ast.Call)):
             for one in self._named(call.func):
                 own = self._methods(one, "__init__") if isinstance(one, ast.ClassDef) else [one]
-                resolved.setdefault(call, []).extend(own)
+                resolved[call] += own
             for given in arguments(call):
                 named = [one for one in self._named(given) if isinstance(one, FUNCTIONS) and not _is_property(one)]
-                handed_on.setdefault(call, []).extend((one, given) for one in named)
+                handed_on[call] += [(one, given) for one in named]
         self._resolved, self._handed_on, self.calls_of, self.started = resolved, handed_on, {}, {}
         for call, functions in resolved.items():
             for function in functions:

@@ -55,6 +55,17 @@ def _blamed(number: int) -> Callable[[JudgedCase], Iterable[Place]]:
     return lambda case: case.verdicts[number - 1].blamed
 
 
+def _removed(called: str, fix: str, *words: str, imported: str = "", in_keras_2: bool = False) -> Rule:
+    """A row for what Keras 2 had: see ``find.removed``."""
+    return Rule(
+        "removed",
+        "`{}` was removed: TensorFlow 2 and Keras 3 do not know it",
+        "it raises an error, or is ignored",
+        fix,
+        lambda case: find.removed(case, called, words, imported, in_keras_2),
+    )
+
+
 RULES = (
     Rule(
         "rank-not-called",
@@ -158,15 +169,44 @@ RULES = (
         "write it as Keras' fit (hvdkit.keras), or as a loop over tf.GradientTape (hvdkit.tensorflow)",
         lambda case: case.of_tensorflow_1,
     ),
-    *(
-        Rule(
-            "removed",
-            "`{}` was removed: TensorFlow 2 and Keras 3 do not know it",
-            "it raises an error, or is ignored",
-            row.fix,
-            row.find,
-        )
-        for row in find.REMOVED
+    _removed(r"\.compile$", "leave it out", "experimental_run_tf_function", "sample_weight_mode", "target_tensors"),
+    _removed(r"^keras\.optimizers\.", "write learning_rate=", "lr"),
+    _removed(
+        r"^keras\.optimizers\.",
+        "Keras 3 ignores it: learning_rate=keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)",
+        "decay",
+    ),
+    _removed(
+        r"^keras\.callbacks\.ModelCheckpoint$",
+        'save_freq="epoch", or save_freq=k * steps_per_epoch for every k-th epoch',
+        *("period", "load_weights_on_restart"),
+    ),
+    _removed(
+        r"^keras\.callbacks\.TensorBoard$",
+        "leave it out: Keras 3's TensorBoard does not write that",
+        *("batch_size", "write_grads", "embeddings_layer_names", "embeddings_data"),
+    ),
+    _removed(
+        r"^keras\.(utils\.(np_utils|multi_gpu_model)|wrappers\.scikit_learn|layers\.CuDNN|backend\.tensorflow_backend)",
+        "see keras.io/guides/migrating_to_keras_3 for what replaces it",
+    ),
+    _removed(
+        r"\.(fit|evaluate|predict)(_generator)?$",
+        "leave it out; a keras.utils.PyDataset takes workers= itself, and nb_epoch= is epochs=",
+        *("workers", "use_multiprocessing", "max_queue_size", "nb_epoch"),
+    ),
+    _removed(
+        r"^(tensorflow\.(ConfigProto|Session)|keras\.backend\.set_session)$",
+        "TensorFlow 2 has no sessions: hk.pin_device(world), or "
+        "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
+        in_keras_2=True,
+    ),
+    _removed(r"\.(fit|evaluate|predict)_generator$", "call fit, evaluate or predict, which take such data, too"),
+    _removed(
+        r"keras\.preprocessing\.image\.ImageDataGenerator$",
+        "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "
+        "tensorflow.keras.preprocessing.image",
+        imported="keras.preprocessing.image",
     ),
     Rule(
         "broadcast-missing",
@@ -265,18 +305,6 @@ RULES = (
         "download where the local rank is 0, let the others wait, then load what is there; or download inside a file "
         "lock",
         find.downloads,
-    ),
-    Rule(
-        "download-without-barrier",
-        "one rank downloads here and the others do not wait for it",
-        "they look for files that are not there yet",
-        {
-            "ddp": "add torch.distributed.barrier() after the download, on all ranks",
-            "hvdkit torch": "add hvd.barrier() of horovod.torch after the download, on all ranks",
-            "horovod torch": "add hvd.barrier() after the download, on all ranks",
-            "": "add hvd.allgather_object(None) of horovod.tensorflow after the download, on all ranks",
-        },
-        find.downloads_without_barrier,
     ),
     Rule(
         "collective-on-some-ranks",

@@ -37,8 +37,6 @@ _MULTIPLIES = (
     "PolynomialLR", "LinearLR", "ConstantLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler",
 )  # fmt: skip
 """Schedules that multiply the optimizer's own rate, so that an unscaled one stays unscaled."""
-_LENGTH = re.compile(r"step|epoch|total|t_max|len|iter", re.IGNORECASE)
-"""Arguments of schedules that say how long, not how fast."""
 _STATE = {
     "state_dict", "parameters", "named_parameters", "get_weights", "weights", "variables", "trainable_variables",
     "data",
@@ -53,56 +51,50 @@ class Verdict:
 
     Attributes:
         status: DONE, MISSING, NOT_NEEDED or UNDECIDED.
-        lines: where it is done.
         note: why it is not needed or undecided, or what else a reader should know; "" for nothing.
+        lines: where it is done.
         blamed: the lines where something is missing for certain; empty where that is no finding.
     """
 
     status: str
-    lines: tuple[int, ...] = ()
     note: str = ""
+    lines: tuple[int, ...] = ()
     blamed: tuple[int, ...] = ()
 
 
 def _done(lines: Iterable[int], note: str = "") -> Verdict:
-    return Verdict(DONE, tuple(sorted(set(lines))), note)
+    return Verdict(DONE, note, tuple(sorted(set(lines))))
 
 
 def _missing(blamed: Iterable[int], note: str = "") -> Verdict:
-    return Verdict(MISSING, (), note, tuple(sorted(set(blamed))))
-
-
-def _not_needed(note: str, lines: Iterable[int] = ()) -> Verdict:
-    return Verdict(NOT_NEEDED, tuple(sorted(set(lines))), note)
-
-
-def _undecided(note: str) -> Verdict:
-    return Verdict(UNDECIDED, (), note)
+    return Verdict(MISSING, note, (), tuple(sorted(set(blamed))))
 
 
 def _may_do_it(who: str) -> Verdict:
-    return _undecided(f"{who} may do it, which is not read here")
+    return Verdict(UNDECIDED, f"{who} may do it, which is not read here")
 
 
 # 1: initialise --------------------------------------------------------------------------------------------------------
 
 
-def starts(case: DataCase) -> list[Event]:
-    """The events that initialise the library; mpi4py does so when it is imported."""
-    return [event for event in case.having(Role.INIT, Role.FIT) if not case.name(event.node).startswith("mpi4py")]
-
-
 def _init(case: DataCase) -> Verdict:
-    events = starts(case)
+    having = case.having(Role.INIT, Role.FIT)
+    events = [event for event in having if not case.name(event.node).startswith("mpi4py")]  # its import does it
     reached = [event for event in events if event.reached]
     if reached:
         return _done(case.lines(reached))
     if events:
-        return _undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
+        return Verdict(
+            UNDECIDED, f"line {events[0].node.lineno} does it, in a function that nothing in this text calls"
+        )
     if doubts := [*case.others, *case.strangers()]:
         return _may_do_it(doubts[0])
     uses = case.having(*NUMBERS, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE)
-    return _missing(case.lines(uses)[:1]) if uses else _undecided("the library is imported and nothing of it is used")
+    return (
+        _missing(case.lines(uses)[:1])
+        if uses
+        else Verdict(UNDECIDED, "the library is imported and nothing of it is used")
+    )
 
 
 # 2: pin one GPU per process -------------------------------------------------------------------------------------------
@@ -113,27 +105,17 @@ def _pin(case: DataCase) -> Verdict:
     lines = [*case.lines(case.having(Role.PIN, Role.FIT)), *(node.lineno for node in device_choices(case))]
     if lines:
         return _done(lines)
-    visible = [event.node.args[0] for event in case.named("set_visible_devices") if event.node.args]
-    chosen = list(_environment(case, "CUDA_VISIBLE_DEVICES"))
-    hidden = any(is_constant(value, "") or is_constant(value, "-1") for value in chosen)
-    if hidden or any(isinstance(value, ast.List) and not value.elts for value in visible):
-        return _not_needed("GPUs are hidden from this script")
     moved = [event for event in case.methods("cuda") if not case.name(event.node)]
     named = [node.lineno for node in case.nodes if isinstance(node, ast.Constant) and _names_gpu(case, node)]
     used = sorted([*case.lines([*moved, *case.named(*_CHOOSES)]), *named])
     opaque = [event.node for event in case.events if case.is_opaque(event.node) and not makes_object(event.node)]
-    setup = next((ast.unparse(call.func) for call in opaque), None)
+    if opaque:
+        return _may_do_it(ast.unparse(opaque[0].func))
     if used:
-        return _undecided(f"{setup} is not in this text and may do it") if setup else _missing(used[:1])
+        return _missing(used[:1])
     if {name.split(".")[0] for name in case.used} & {"tensorflow", "keras"}:
-        return _undecided("TensorFlow takes every GPU that it sees; the text does not say whether there is one")
-    for call in (event.node for event in case.events):
-        for one in call.args[:1] if method(call) == "to" or case.name(call) == "torch.device" else []:
-            reached = case.reach(one, through=True)
-            asked = any(isinstance(node, (ast.Attribute, ast.arg)) for node in reached)
-            if asked and "device" in ast.unparse(one) and not any(is_constant(node, "cpu") for node in reached):
-                return _undecided(f"line {call.lineno} takes its device from outside of this text")
-    return _undecided(f"{setup} may use a GPU, which is not read here") if setup else _not_needed("no GPU is used")
+        return Verdict(UNDECIDED, "TensorFlow takes every GPU that it sees; the text does not say whether there is one")
+    return Verdict(NOT_NEEDED, "no GPU is used")
 
 
 def device_choices(case: DataCase) -> Iterator[ast.expr]:
@@ -176,8 +158,7 @@ def _names_gpu(case: DataCase, node: ast.Constant) -> bool:
         return False
     if call is not None and ast.unparse(call.func).endswith(_NEUTRAL_CALLS):
         return False
-    value_of = isinstance(around[0], (ast.IfExp, ast.Assign, ast.Call, ast.keyword))
-    return value_of and not any(isinstance(one, ast.Compare) for one in around[:2])
+    return not isinstance(around[0], ast.Compare)
 
 
 # 3: scale the learning rate -------------------------------------------------------------------------------------------
@@ -199,14 +180,14 @@ def _learning_rate(case: DataCase) -> Verdict:
             unscaled.append(event.node.lineno)
     if unscaled and not set_later:
         if changes:
-            return _undecided(f"line {changes[0][0]} sets the learning rate anew")
+            return Verdict(UNDECIDED, f"line {changes[0][0]} sets the learning rate anew")
         return _no_scaling_needed(case) or _missing(unscaled)
     if scaled:
         return _done(scaled)
     if unclear:
-        return _undecided(unclear)
+        return Verdict(UNDECIDED, unclear)
     hidden = case.handed_away
-    return _may_do_it(hidden) if hidden else _undecided("no optimizer is made in this text")
+    return _may_do_it(hidden) if hidden else Verdict(UNDECIDED, "no optimizer is made in this text")
 
 
 def _rates(case: DataCase, call: ast.Call) -> list[ast.expr]:
@@ -250,13 +231,10 @@ def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool]]:
                     yield node.lineno, _is_scaled(case, node.value)
     for call in (event.node for event in case.events):
         functions = [node for function in case.function_arguments(call) for node in ast.walk(function)]
-        given = [*call.args[1:], *(keyword.value for keyword in call.keywords if not _LENGTH.search(keyword.arg or ""))]
+        given = [*call.args[1:], *(keyword.value for keyword in call.keywords)]
         scales = case.has_size(*given, *functions)
         if case.role(call) == Role.WARMUP and case.name(call).startswith("horovod"):
             if scales or case.has_size(*call.args[:1]):  # else it reaches the optimizer's own rate
-                yield call.lineno, True
-        elif method(call) == "add_argument" and "lr" in ast.unparse(call.args[0] if call.args else call):
-            if scales:
                 yield call.lineno, True
         elif _is_schedule(case, call, case.name(call) or ast.unparse(call.func)):
             yield call.lineno, scales
@@ -275,17 +253,17 @@ def _no_scaling_needed(case: DataCase) -> Verdict | None:
     if case.others:
         return _may_do_it(case.others[0])
     if case.library == "ddp":
-        return _undecided(
-            "no factor for the number of processes; whether the rate was tuned for one the text does not say"
+        return Verdict(
+            UNDECIDED, "no factor for the number of processes; the rate may have been tuned for the whole job"
         )
     for event in [*case.having(Role.DISTRIBUTE), *case.reduces_gradients()]:
         if case.operations(event.node) & {"sum", "adasum"}:
-            return _not_needed("gradients are summed or combined by Adasum, not averaged", [event.node.lineno])
+            return Verdict(NOT_NEEDED, "gradients are summed or combined by Adasum, not averaged", (event.node.lineno,))
     for call in (event.node for event in case.events):
         place = 1 if case.name(call) in LOADERS else 2 if case.role(call) == Role.SHARD else None
         place = 0 if method(call) in ("batch", "padded_batch") and not case.name(call) else place
         if case.has_size(argument(call, "batch_size", place)):
-            return _not_needed("the batch of a rank is its part of the global batch", [call.lineno])
+            return Verdict(NOT_NEEDED, "the batch of a rank is its part of the global batch", (call.lineno,))
     return None
 
 
@@ -296,9 +274,9 @@ def _distribute(case: DataCase) -> Verdict:
     if by_hand := case.reduces_gradients():
         return _done(case.lines(by_hand), "by hand")
     if doubt := case.elsewhere():
-        return _undecided(doubt)
+        return Verdict(UNDECIDED, doubt)
     if not case.steps:
-        return _undecided("nothing is trained in this text")
+        return Verdict(UNDECIDED, "nothing is trained in this text")
     tapes = [event for event in case.steps if method(event.node) == "gradient"]
     makers = tapes or case.optimizers or [update.event for update in case.updates] or case.steps
     return _missing(case.lines(makers[:1]))
@@ -317,14 +295,16 @@ def _broadcast(case: DataCase) -> Verdict:
         return _done(case.lines(callbacks))
     wrapped = case.having(Role.DISTRIBUTE)
     if case.library == "ddp" and wrapped:
-        return _not_needed("DDP sends the model of rank 0 to all ranks when it wraps it", case.lines(wrapped))
+        return Verdict(
+            NOT_NEEDED, "DDP sends the model of rank 0 to all ranks when it wraps it", tuple(case.lines(wrapped))
+        )
     doubt = _why_broadcast_is_unclear(case)
     if sent:
         lacking = (_only_optimizers(case, sent) if not doubt else []) or _loaded_on_root(case, sent)
         return _missing(case.lines(lacking), "a part of the state is sent") if lacking else _done(case.lines(sent))
     # It belongs at ``fit``, or where the optimizer is distributed, or at the first step.
     place = case.fits or wrapped or case.steps
-    return _undecided(doubt) if doubt else _missing(case.lines(place[:1]))
+    return Verdict(UNDECIDED, doubt) if doubt else _missing(case.lines(place[:1]))
 
 
 def _only_optimizers(case: DataCase, sent: list[Event]) -> list[Event]:
@@ -355,10 +335,6 @@ def _why_broadcast_is_unclear(case: DataCase) -> str:
         return "nothing is trained in this text"
     if case.library == "ddp":
         return "DDP does it when it wraps a model, and none is wrapped in this text"
-    for event in case.methods(*_LOADS):
-        plain = all(guard.wraps for guard in event.guards)
-        if plain and case.where(event) == "every rank" and event.order < case.steps[0].order:
-            return f"every rank loads its state from a file in line {event.node.lineno}"
     return ""
 
 
@@ -408,9 +384,9 @@ def _checkpoint(case: DataCase) -> Verdict:
     if lines := case.lines([*kept, *states["some ranks"]]):
         return _done(lines)
     if unclear := case.lines(states["unknown"]):
-        return _undecided(f"whether line {unclear[0]} runs on one rank or on all, the text does not say")
+        return Verdict(UNDECIDED, f"whether line {unclear[0]} runs on one rank or on all, the text does not say")
     doubt = case.elsewhere()
-    return _undecided(doubt) if doubt else _not_needed("no checkpoint is written")
+    return Verdict(UNDECIDED, doubt) if doubt else Verdict(NOT_NEEDED, "no checkpoint is written")
 
 
 # 7: shard the data ----------------------------------------------------------------------------------------------------
@@ -422,18 +398,17 @@ def _shard(case: DataCase) -> Verdict:
     whole = [line for part in parts if part.kind == WHOLE for line in part.lines[:1]]
     unclear = next((part for part in parts if part.kind == UNCLEAR), None)
     if whole and forgotten and not sharded:
-        return _undecided(f"not sharded; random draws would do, with the steps of line {forgotten[0]} divided")
+        return Verdict(UNDECIDED, f"not sharded; random draws would do, with the steps of line {forgotten[0]} divided")
     if whole:
         return _missing(whole)
     if sharded:
         return _done(sharded)
     if unclear is not None:
-        return _undecided(f"not sharded in this text, and {unclear.why}")
+        return Verdict(UNDECIDED, f"not sharded in this text, and {unclear.why}")
     anywhere = case.lines([*case.having(Role.SHARD), *case.named(*SAMPLERS)])
-    for node in (node for node in case.nodes if isinstance(node, ast.Subscript)):  # ``x[rank::size]``
-        kinds = case.kinds(node.slice)
-        anywhere += [node.lineno] if Role.SIZE in kinds and kinds & {Role.RANK, Role.SPAWNED} else []
-    return _done(anywhere) if anywhere else _undecided("where the training data come from the text does not show")
+    return (
+        _done(anywhere) if anywhere else Verdict(UNDECIDED, "where the training data come from the text does not show")
+    )
 
 
 # 8: same steps per epoch ----------------------------------------------------------------------------------------------
@@ -452,15 +427,16 @@ def _steps_per_epoch(case: DataCase) -> Verdict:
         return _done(divided)
     parts = case.parts
     if parts and all(part.kind == SHARDED and part.balanced for part in parts):
-        return _not_needed(
-            "every rank's part has the same number of batches", [line for part in parts for line in part.lines[:1]]
-        )
+        lines = {line for part in parts for line in part.lines[:1]}
+        return Verdict(NOT_NEEDED, "every rank's part has the same number of batches", tuple(sorted(lines)))
     kinds = {part.kind for part in parts}
     if WHOLE in kinds:
         return _missing((), "an epoch is the whole data set on every rank; sharding it (step 7) divides the steps")
     if SHARDED in kinds:
-        return _undecided("the parts may differ by a sample, and one batch more on one rank makes it wait forever")
-    return _undecided("how many steps make an epoch the text does not show")
+        return Verdict(
+            UNDECIDED, "the parts may differ by a sample, and one batch more on one rank makes it wait forever"
+        )
+    return Verdict(UNDECIDED, "how many steps make an epoch the text does not show")
 
 
 def _undivided_lines(case: DataCase) -> list[int]:
@@ -552,5 +528,5 @@ class JudgedCase(DataCase):
         training = {event.order for event in self.steps}
         if any(event.reached and (event.order in training or self.role(event.node)) for event in self.events):
             return found
-        elsewhere = _undecided("this text only defines functions; what calls them may do it")
+        elsewhere = Verdict(UNDECIDED, "this text only defines functions; what calls them may do it")
         return [elsewhere if verdict.status == MISSING else verdict for verdict in found]

@@ -8,21 +8,12 @@ from collections.abc import Iterator
 from hvdkit.prepare.check.flow import remembered
 from hvdkit.prepare.check.libraries import RANKS, TOGETHER, Role
 from hvdkit.prepare.check.steps import JudgedCase
-from hvdkit.prepare.check.trace import Condition, Event
 
 _GROUPS = {"process_set", "group", "process_group"}
 _ROOT = "root"
 _OTHERS = "others"
 _ONE = "one"
 _DEEPEST = 9
-
-
-def side(case: JudgedCase, event: Event) -> tuple[str, Condition] | None:
-    """The ranks that reach an event, and the condition that keeps the others away; None where all may."""
-    for guard in event.guards:
-        if guard.certain and not guard.wraps and (taken := _takers(case, guard.test, guard.holds)) is not None:
-            return taken, guard
-    return None
 
 
 def _takers(case: JudgedCase, test: ast.AST, holds: bool, depth: int = 0) -> str | None:
@@ -81,8 +72,9 @@ def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
     found = []
     callbacks = (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.CHECKPOINT_CALLBACK)
     for event in case.having(*TOGETHER, *callbacks):
-        of_group = any(keyword.arg in _GROUPS for keyword in event.node.keywords)
-        if not of_group and (taken := side(case, event)) is not None:
+        certain = [guard for guard in event.guards if guard.certain and not guard.wraps]
+        taken = next(((who, guard) for guard in certain if (who := _takers(case, guard.test, guard.holds))), None)
+        if taken is not None and not any(keyword.arg in _GROUPS for keyword in event.node.keywords):
             called = case.name(event.node) or ast.unparse(event.node.func)
             sides.setdefault(called, set()).add(taken[0])
             found.append((event, called, *taken))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from hvdkit.prepare.check.calls import FunctionNode, argument, arguments, default_of, entries, given_for, position
+from hvdkit.prepare.check.calls import FunctionNode, argument, arguments, default_of, given_for, position
 from hvdkit.prepare.check.libraries import KEPT_AS_IT_IS, KNOWN_PACKAGES, OTHER_DISTRIBUTORS, canonical, role
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -56,7 +56,6 @@ class Binding:
         node: what is blamed for it; its line.
         value: the expression, None for a parameter, an import or a definition.
         index: which element of the value, for ``a, (b, c) = value``: () is all of it.
-        key: the constant in ``x["key"] = value``.
         replaces: False for what only changes the object or adds to it (``x += y``, ``x.append(y)``).
         imported: the full name of what is imported.
     """
@@ -64,7 +63,6 @@ class Binding:
     node: ast.AST
     value: ast.expr | None = None
     index: tuple[int, ...] = ()
-    key: object = None
     replaces: bool = True
     imported: str = ""
 
@@ -232,8 +230,7 @@ class Flow:
             case ast.Attribute():
                 self.attributes[target.attr].append(binding)
             case ast.Subscript():
-                key = target.slice.value if isinstance(target.slice, ast.Constant) else None
-                self._put(target.value, replace(binding, index=(), key=key, replaces=False))
+                self._put(target.value, replace(binding, index=(), replaces=False))
             case ast.Starred():
                 self._target(target.value, replace(binding, index=()))
             case ast.Tuple() | ast.List():
@@ -407,8 +404,6 @@ class Flow:
                 return [*behind, node.value] if of_object else behind
             case ast.Call():
                 return [*behind, *self._given_on(node, through)]
-            case ast.Subscript() if behind:
-                return behind
             case ast.Lambda():
                 return [node.body]
         return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
@@ -420,14 +415,11 @@ class Flow:
                 return [value for binding in self.reaching(node) for value in self._bound(binding)]
             case ast.Attribute():
                 bindings = self.attributes.get(node.attr, [])
-                bound = [binding.node for binding in bindings]
-                own = [function for function in bound if isinstance(function, FUNCTIONS) and _is_property(function)]
+                own = [one.node for one in bindings if isinstance(one.node, FUNCTIONS) and _is_property(one.node)]
                 values = [value for binding in bindings for value in self._bound(binding)]
                 return values + [value for function in own for value in self._returned[function]]
             case ast.arg():
                 return list(self.arguments_for(node))
-            case ast.Subscript(value=ast.Name() as whole, slice=ast.Constant(value=key)):
-                return self._entry(whole, key)
             case ast.IfExp():
                 return [node.body, node.orelse]
             case ast.Call():
@@ -447,18 +439,6 @@ class Flow:
                     break
                 whole = inside[place]
             found.append(whole)
-        return found
-
-    def _entry(self, dictionary: ast.Name, key: object) -> list[ast.AST]:
-        """The values under a constant key, where the text shows the whole dictionary."""
-        found: list[ast.AST] = []
-        for binding in self.reaching(dictionary):
-            if isinstance(binding.value, ast.Dict) and not binding.index and binding.key is None:
-                found += entries(binding.value, key)
-            elif binding.key is None or binding.value is None:
-                return []
-            elif binding.key == key:
-                found.append(binding.value)
         return found
 
     def _given_on(self, call: ast.Call, through: bool) -> list[ast.expr]:

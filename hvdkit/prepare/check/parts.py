@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check.calls import argument, arguments, is_constant, method, receiver, word
+from hvdkit.prepare.check.calls import argument, arguments, is_constant, method, word
 from hvdkit.prepare.check.case import Case, over
-from hvdkit.prepare.check.flow import everything
 from hvdkit.prepare.check.libraries import LOADERS, RANKS, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 
@@ -53,13 +52,13 @@ class DataCase(Case):
     @cached_property
     def parts(self) -> list[DataPart]:
         """The part of each data set that the script trains on; ``dataset.take(1)`` is a first step and no training."""
-        found = []
+        loops = []
         for loop, steps in self.training_loops.items():
             takes = [call for call in self.calls(*self.drawn_from(loop)) if method(call) == "take"]
             if not any(is_constant(argument(call, "count", 0), 1) for call in takes):
-                found.append(self.loop_part(loop, steps))
+                loops.append(self.loop_part(loop, steps))
         fits = [event for event in self.fits if not is_constant(argument(event.node, "steps_per_epoch"), 1)]
-        return found + [self.fit_part(event) for event in fits]
+        return loops + [self.fit_part(event) for event in fits]
 
     def loop_part(self, loop: ast.AST, steps: list[Event]) -> DataPart:
         """The part of what a loop goes over, from the training steps in it."""
@@ -126,11 +125,8 @@ class DataCase(Case):
         return sorted({node.lineno for node in reached if self._shards(node)})
 
     def _shards(self, node: ast.AST) -> bool:
-        if self.kind(node) in RANKS:  # unless it is an option of something else: a device, a message
-            call = next((one for one in self.ancestors(node) if isinstance(one, ast.Call)), None)
-            shown = method(call) in ("to", "cuda", "device") or self.name(call) == "builtins.print" if call else False
-            if not shown:
-                return True
+        if self.kind(node) in RANKS:
+            return True
         if not isinstance(node, ast.Call):
             names = ("rank", "local_rank", "worker_rank", "global_rank")
             return isinstance(node, (ast.Name, ast.arg)) and word(node) in names
@@ -144,16 +140,8 @@ class DataCase(Case):
 
     def _doubt(self, node: ast.expr) -> str:
         """Why it is not clear what a value holds; "" where the text shows it."""
-
-        def made_from(call: ast.Call) -> list[ast.Call]:
-            """What data sets of ``torch.utils.data`` and ``tf.data`` were made from."""
-            wraps = self.name(call).startswith(("torch.utils.data.", "tensorflow.data."))
-            of_object = isinstance(call.func, ast.Attribute) and not self.name(call)
-            return self.calls(*(call.args[:1] if wraps else []), receiver(call) if of_object else None)
-
-        for call in dict.fromkeys(one for made in self.calls(node) for one in everything(made, made_from)):
-            if self.is_opaque(call):
-                return f"the data come from {ast.unparse(call.func)}, which is not in this text"
+        if maker := self.hidden(node, through=True):
+            return f"the data come from {maker}, which is not in this text"
         for one in self.reach(node):
             if isinstance(one, ast.arg) and not self.arguments_for(one) and one.arg not in ("self", "cls"):
                 return f"the data come from a caller that is not in this text ({one.arg})"

@@ -129,20 +129,11 @@ def device_choices(case: DataCase) -> Iterator[ast.expr]:
         named = [argument(call, word) for word in ("device_ids", "device", "visible_device_list")]
         yield from (one for one in named if one is not None and case.has_rank(one))
     options = [binding.value for binding in case.attributes.get("visible_device_list", [])]
-    for value in [*options, *_environment(case, "CUDA_VISIBLE_DEVICES")]:
-        if value is not None and case.has_rank(value):
-            yield value
-
-
-def _environment(case: DataCase, variable: str) -> Iterator[ast.expr]:
-    """What the script puts into an environment variable."""
     for node in case.nodes:
-        yield from entries(node, variable)
         match node:
-            case ast.Assign(targets=[ast.Subscript(value=base, slice=ast.Constant(value=key))]) if key == variable:
-                yield from [node.value] if case.dotted(base) == "os.environ" else []
-            case ast.Call(args=[ast.Constant(value=key), value]) if key == variable:
-                yield from [value] if case.name(node) in ("os.environ.setdefault", "os.putenv") else []
+            case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value="CUDA_VISIBLE_DEVICES"))]):
+                options.append(node.value)
+    yield from (value for value in options if value is not None and case.has_rank(value))
 
 
 def _names_gpu(case: DataCase, node: ast.Constant) -> bool:
@@ -286,6 +277,7 @@ def _distribute(case: DataCase) -> Verdict:
 
 
 def _broadcast(case: DataCase) -> Verdict:
+    """Whether the state of model and optimizer is sent, by calls, by a callback that fit gets, or by DDP."""
     sent = case.having(Role.BROADCAST, Role.ELASTIC, Role.FIT) + sent_by_hand(case)
     callbacks = case.having(Role.BROADCAST_CALLBACK)
     if callbacks and not sent:

@@ -15,8 +15,6 @@ _MOST_VISITS = 6
 _DEEPEST = 30
 """So many functions deep a call is followed; what lies deeper counts as reached by nothing that is known."""
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-_LATER = ("atexit.", "signal.", "threading.Timer")
-"""What is handed to these runs some other time."""
 _EXITS = {"sys.exit", "os._exit", "builtins.exit", "builtins.quit"}
 
 
@@ -188,7 +186,7 @@ class Tracer:
     def _run_by(self, node: ast.Call) -> Iterator[FunctionNode]:
         own = self.flow.callees(node)
         yield from own
-        if not own and not (self.flow.dotted(node.func) or "").startswith(_LATER):
+        if not own:
             yield from self.flow.function_arguments(node)
         made = self.flow.class_of(node)
         if made is not None and self.flow.is_keras_callback(made):

@@ -113,14 +113,25 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on ranks of one kind follow each other; those on ranks of their own, and without, come after them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests on ranks of one kind follow each other; those on ranks of their own, and without, come after them.
+
+    Of a test's cases the first one stays for frameworks on which it is a smoke test.
+    """
 
     def order(item: pytest.Item) -> tuple[Any, ...]:
         kind = getattr(item, "callspec", None) and item.callspec.params.get("ranks")
         return (0, kind.framework, kind.fresh, kind) if isinstance(kind, real.Kind) else (1,)
 
-    items.sort(key=order)
+    smoked, further = set(), []
+    for item in items:
+        if item.get_closest_marker("first_case_only"):
+            test = item.path, item.originalname, item.callspec.params["ranks"]
+            if test in smoked:
+                further.append(item)
+            smoked.add(test)
+    items[:] = sorted((item for item in items if item not in further), key=order)
+    config.hook.pytest_deselected(items=further)
 
 
 def pytest_sessionfinish() -> None:

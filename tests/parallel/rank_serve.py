@@ -62,6 +62,7 @@ class Job:
                 result = pickle.dumps(self._call(function, self._job["arguments"]))
             if self._job["check"]:
                 self._check()
+                self._fresh.check()
         except BaseException as error:
             return "failed", told(error)
         finally:
@@ -146,6 +147,7 @@ class Fresh:
         self._adapter = adapter
         self._environment, self._path = dict(os.environ), list(sys.path)
         self._empty: list[tuple[ModuleType, str]] = []
+        self._functions: dict[tuple[str, str], Any] = {}
         self._x64 = jax.config.jax_enable_x64 if (jax := sys.modules.get("jax")) else False
 
     def adapter(self) -> ModuleType:
@@ -154,7 +156,21 @@ class Fresh:
         module = importlib.import_module(self._adapter)
         if first:
             self._empty = [(module, name) for module, name, value in states() if value is None or not value]
+            self._note_functions()
         return module
+
+    def check(self) -> None:
+        """Is every function and class of hvdkit and Horovod the one that it was when its module was first seen?"""
+        for (module, name), value in self._functions.items():
+            if vars(sys.modules[module]).get(name) is not value:
+                raise RuntimeError(f"the test has left {module}.{name} replaced; monkeypatch puts it back")
+        self._note_functions()
+
+    def _note_functions(self) -> None:
+        for module, held in [*sys.modules.items()]:
+            if module.partition(".")[0] in ("hvdkit", "horovod"):
+                functions = {name: one for name, one in vars(held).items() if isinstance(one, FunctionType | type)}
+                self._functions.update({(module, name): one for name, one in functions.items()})
 
     def restore(self) -> None:
         os.environ.clear()

@@ -84,18 +84,29 @@ KERAS = ("keras", "keras-torch", "keras-jax")
 
 
 def on_ranks(
-    *frameworks: str, n: int | Iterable[int] = 2, mpi: bool | Iterable[tuple[str, int]] = False, fresh: bool = False
+    *frameworks: str,
+    n: int | Iterable[int] = 2,
+    mpi: bool | Iterable[tuple[str, int]] = False,
+    fresh: bool = False,
+    smoke: Iterable[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a test on n ranks that compute with each of FRAMEWORKS.
 
     Args:
         mpi: whether the ranks are connected over MPI, not Gloo; or for which frameworks and n they are.
         fresh: the ranks start for this test and end after it.
+        smoke: frameworks on which only the first of the test's own parameters is tried.
     """
     sizes = [n] if isinstance(n, int) else list(n)
-    pairs = [(framework, size) for framework in frameworks for size in sizes]
+    pairs = [(framework, size) for framework in (*frameworks, *smoke) for size in sizes]
     over_mpi = set(pairs if mpi else ()) if isinstance(mpi, bool) else set(mpi)
-    kinds = [Kind(*pair, "mpi" if pair in over_mpi else "gloo", fresh) for pair in pairs]
+    kinds = [
+        pytest.param(
+            Kind(*pair, "mpi" if pair in over_mpi else "gloo", fresh),
+            marks=[pytest.mark.first_case_only] if pair[0] in smoke else [],
+        )
+        for pair in pairs
+    ]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         for mark in (pytest.mark.parallel, pytest.mark.usefixtures("ranks")):
@@ -389,6 +400,12 @@ def run_test(ranks: Ranks, item: pytest.Function, directory: Path) -> None:
 
 GIVEN = ("hk", "on", "world", "everyone", "alone")
 """The arguments that ranks give themselves."""
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """The mark of tests that need these packages, which are not imported for it: that takes longer than most tests."""
+    lacking = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(lacking), reason=f"needs {', '.join(lacking)} (`make test` installs all)")
 
 
 def missing(framework: str) -> list[str]:

@@ -1,7 +1,6 @@
 """hvdkit.arrays on real ranks, in NumPy, JAX and MLX."""
 
 import functools
-import importlib.util
 import itertools
 import os
 import sys
@@ -11,14 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from programs_checks import message, signs
-from ranks import COMPILE_FAST, on_ranks
+from ranks import COMPILE_FAST, needs, on_ranks
 
 SAMPLES, SIDE, CLASSES, GLOBAL_BATCH, EPOCHS = 53, 6, 3, 12, 2  # 53 samples: the last step has 5, split 3 and 2
-
-
-def needs(*packages):
-    lacking = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(lacking), reason=f"needs {', '.join(lacking)} (`make test` installs all)")
 
 
 def batches(hk, world):
@@ -145,7 +139,7 @@ def trained(hk, world, framework, by, **options):
 
 @pytest.mark.parametrize("by", ["weights", "samples"])
 @pytest.mark.parametrize("framework", ["numpy", pytest.param("mlx", marks=needs("mlx"))])
-@on_ranks("arrays", n=(2, 3), mpi=True)
+@on_ranks("arrays", n=3, mpi=True)
 def test_n_ranks_end_with_the_weights_of_one_process(hk, world, everyone, alone, framework, by):
     """53 samples in global batches of 12: the last step has 5, split 3 and 2, or 2, 2 and 1."""
     found = everyone(trained(hk, world, framework, by))
@@ -163,13 +157,13 @@ def test_two_ranks_in_jax_end_with_the_weights_of_one_process(hk, world, everyon
     assert np.array_equal(found[0], found[1])
 
 
-@on_ranks("arrays", n=(2, 3), mpi=True)
+@on_ranks("arrays", n=3, mpi=True)
 def test_calls_that_move_gradients_on_give_the_same(hk, world, alone):
     found = train_numpy(hk, world, "weights", progress="calls")
     np.testing.assert_allclose(found, alone(trained, framework="numpy", by="weights"), rtol=1e-10, atol=1e-12)
 
 
-@on_ranks("arrays", n=(2, 3), mpi=True)
+@on_ranks("arrays", n=3, mpi=True)
 def test_fp16_gradients_stay_within_their_rounding(hk, world, alone):
     exact = alone(trained, framework="numpy", by="samples")
     begin = np.random.default_rng(0).normal(size=exact.shape)

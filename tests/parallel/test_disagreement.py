@@ -27,7 +27,7 @@ def make_data() -> tuple[np.ndarray, np.ndarray]:
     return x, (x.sum(axis=1) > 0).astype(np.int64)
 
 
-@on_ranks(*LOOPS, n=(2, 3), mpi=OVER_MPI)
+@on_ranks(*LOOPS, n=3)
 @pytest.mark.parametrize("reaction", ["raise", "warn"])
 def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(hk, on, world, reaction):
     """After step 3, one element of a weight on rank 1 is 2**-10 larger; checked every second step."""
@@ -52,7 +52,7 @@ def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(hk, on, wor
     assert "; broadcast before training, and average every gradient" in reports[0]
 
 
-@on_ranks(*LOOPS, *KERAS, n=(2, 3), mpi=OVER_MPI)
+@on_ranks(*LOOPS, *KERAS, n=3)
 def test_what_the_last_rank_alone_changes_is_named(hk, on, world):
     for kind, said in INJECTED.items():
         hk.seed_everything(3, world)

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from ranks import needs, on_ranks
 
-pytest.importorskip("lightning", reason="needs lightning (`make test` installs it)")
+pytestmark = needs("lightning")
 
 BATCH, SAMPLES = 12, 72
 
@@ -137,7 +137,7 @@ def fitted(what: str, ranks: int, strategy: Any = None) -> dict[str, Any]:
     return found
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_training_testing_and_predicting_are_those_of_one_process(hk, world, everyone, alone):
     """Automatic optimization, accumulated and clipped; a GAN by manual optimization; by name, too."""
     import numpy as np
@@ -161,7 +161,7 @@ def test_training_testing_and_predicting_are_those_of_one_process(hk, world, eve
                 np.testing.assert_allclose(mixed, batch, rtol=0, atol=1e-6)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_ranks_stop_and_save_together_and_go_on_from_the_roots_checkpoint(hk, world, everyone, tmp_path):
     """What each rank alone would decide differs; a resumed training ends as one that was not interrupted."""
     import torch
@@ -208,7 +208,7 @@ def test_ranks_stop_and_save_together_and_go_on_from_the_roots_checkpoint(hk, wo
     assert resumed.rates == whole.rates[len(whole.rates) // 2 :]
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_one_module_is_fitted_twice_and_ranks_get_the_roots_weights(hk, world, everyone):
     """With a second Trainer, whose optimizer is another; testing alone gives all ranks the root's weights, too."""
     import torch
@@ -232,7 +232,7 @@ def test_one_module_is_fitted_twice_and_ranks_get_the_roots_weights(hk, world, e
     hk.check_agreement(again, None, world)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_collectives_of_the_strategy_and_what_it_refuses(hk, world):
     """Over all ranks: means and sums, of integers, too; objects; decisions; gathered tensors with gradients."""
     import torch

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks, rank_environment, warm
+from ranks import needs, on_ranks, rank_environment, warm
 
-pytest.importorskip("transformers", reason="needs transformers (`make test` installs it)")
-pytest.importorskip("accelerate", reason="needs accelerate (`make test` installs it)")
+pytestmark = needs("transformers", "accelerate")
 
 GLOBAL_BATCH, SAMPLES = 6, 36
 
@@ -122,7 +121,7 @@ def require_alike(found: dict[str, Any], expected: dict[str, Any], tolerance: fl
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
 
 
-@on_ranks("torch", n=(2, 3), fresh=True)
+@on_ranks("torch", n=3, fresh=True)
 def test_trainer_trains_as_one_process_on_the_global_batch(hk, world, alone, tmp_path):
     """Clipped, and the language model accumulated over unequal numbers of tokens; metrics are of all samples."""
     from hvdkit.integrations.transformers import Trainer, init
@@ -181,7 +180,7 @@ def accelerate_as_one_process() -> dict[str, Any]:
     return Pair().train(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), 1)
 
 
-@on_ranks("torch", n=(2, 3), fresh=True)
+@on_ranks("torch", n=2, fresh=True)
 def test_an_accelerator_trains_as_one_process_on_the_global_batch(hk, world, alone):
     """Ranks begin with weights of their own, gradients are averaged once, metrics are of all samples."""
     import accelerate

@@ -107,7 +107,7 @@ def test_horovods_own_keras_optimizer_averages_nothing(everyone):
     assert second != pytest.approx(third, rel=1e-2)
 
 
-@on_ranks(*KERAS, n=3)
+@on_ranks("keras-torch", n=3)
 def test_each_mistake_is_one_error_on_every_rank(hk, world):
     import keras
 
@@ -151,7 +151,7 @@ def test_each_mistake_is_one_error_on_every_rank(hk, world):
         assert part in f"{type(refused.value).__name__}: {refused.value}"
 
 
-@on_ranks(*KERAS, n=3)
+@on_ranks("keras", n=3)
 def test_a_saved_model_loads_with_and_without_hvdkit(hk, world, everyone, alone, tmp_path):
     """And trains on as the model that was saved."""
     import keras
@@ -183,7 +183,7 @@ def load_without_hvdkit(models: Path) -> list[Any]:
     return [[isinstance(one.optimizer, keras.optimizers.Adam), int(one.optimizer.iterations.numpy())] for one in loaded]
 
 
-@on_ranks(*KERAS, n=3)
+@on_ranks("keras", "keras-torch", n=3)
 def test_callbacks_resume_and_average(hk, world, everyone, tmp_path):
     """Checkpoints that resume, and metrics of all ranks."""
     import keras
@@ -225,7 +225,7 @@ def test_warmup_logs_the_tutorials_rates(hk, world):
     assert [round(float(rate), 4) for rate in history["learning_rate"]] == [0.0333, 0.0567, 0.08, 0.08, 0.08]
 
 
-@on_ranks(*KERAS, n=3)
+@on_ranks("keras-jax", n=3)
 def test_fit_in_one_call(hk, world, everyone):
     import keras
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import KERAS, on_ranks
+from ranks import on_ranks
 
 FEATURES = 6
 X = np.random.default_rng(5).normal(size=(48, FEATURES)).astype("float32")
@@ -31,7 +31,7 @@ def weights(model: Any) -> list[float]:
     return np.concatenate([np.asarray(value, "float64").reshape(-1) for value in model.get_weights()]).tolist()
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras")
 def test_writers_write_on_the_root_what_all_ranks_decide(hk, world, everyone, tmp_path, monkeypatch):
     import keras
 
@@ -73,7 +73,7 @@ def test_writers_write_on_the_root_what_all_ranks_decide(hk, world, everyone, tm
     assert weights(other) == weights(model)
 
 
-@on_ranks(*KERAS, n=3)
+@on_ranks("keras", n=3)
 @pytest.mark.parametrize("on_root_alone", [False, True])
 def test_what_backup_and_restore_restores_reaches_all_ranks(hk, world, everyone, tmp_path, on_root_alone):
     """A training that ends before its third epoch goes on as if it had not, from other weights."""
@@ -105,7 +105,7 @@ def test_what_backup_and_restore_restores_reaches_all_ranks(hk, world, everyone,
     assert not (tmp_path / "backup").exists()
 
 
-@on_ranks(*KERAS, n=3)
+@on_ranks("keras-torch", smoke=("keras", "keras-jax"), n=3)
 @pytest.mark.parametrize("averaging", ["none", "last"])
 def test_decisions_follow_the_mean_over_the_ranks(hk, world, everyone, averaging):
     """Each rank alone would see another metric: labels that fit on the root, that are wrong on the others."""
@@ -136,7 +136,7 @@ def test_decisions_follow_the_mean_over_the_ranks(hk, world, everyone, averaging
     assert hk.average_metrics({"loss": measured}, world)["loss"] == pytest.approx(logged["val_loss"][0], rel=1e-5)
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras-torch")
 def test_a_writer_that_fails_is_an_error_on_every_rank(hk, world, tmp_path):
     import keras
 

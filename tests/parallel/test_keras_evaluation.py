@@ -23,48 +23,48 @@ def two_outputs(keras: Any) -> Any:
     return keras.Model(inputs, outputs)
 
 
-@on_ranks(*KERAS, n=3)
-def test_sharded_data_are_evaluated_and_predicted_as_in_one_process(hk, world, everyone):
+@on_ranks("keras", "keras-torch", smoke=("keras-jax",), n=3)
+@pytest.mark.parametrize("samples", [5, SAMPLES])
+def test_sharded_data_are_evaluated_and_predicted_as_in_one_process(hk, world, everyone, samples):
     """Each sample once, the loss included, whatever the remainder; and a rank without a batch."""
     import keras
 
-    draws = np.random.default_rng(0)
-    for samples, batch_size in ((SAMPLES, 4), (5, 4)):
-        x = draws.random((samples, 4), np.float32)
-        y = (9 * draws.random((samples, 1), np.float32) ** 3, draws.integers(0, CLASSES, samples))
-        w = np.linspace(0, 2, samples).astype("float32")
-        model = two_outputs(keras)
-        sums = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
-        model.compile(
-            hk.distribute(keras.optimizers.SGD(0.0)),
-            loss=["mse", sums if samples > 5 else "sparse_categorical_crossentropy"],
-            metrics=[["mae"], ["accuracy"]],
-            weighted_metrics=[["mse"], [keras.metrics.SparseCategoricalCrossentropy(name="ce")]],
-        )
-        hk.broadcast_state(model)
-        for weights in ((), ((w, w[::-1].copy()),)):
-            named = {"sample_weight": list(weights[0])} if weights else {}
-            alone = model.evaluate(x, list(y), batch_size=batch_size, verbose=0, return_dict=True, **named)
-            for remainder in ("drop", "pad", "exact"):
-                if remainder == "drop" and samples < batch_size * world.size:
-                    continue
-                data = hk.shard((x, y, *weights), world, batch_size, remainder=remainder)
-                found = model.evaluate(data, verbose=0, return_dict=True)
-                assert found == pytest.approx(alone, rel=1e-5), (samples, remainder, bool(weights))
-                assert data.epoch == 0 and everyone(found) == [found] * 3
-            in_order = model.evaluate(x, list(y), batch_size=batch_size, verbose=0, **named)
-            assert model.evaluate(data, verbose=0) == pytest.approx(in_order, rel=1e-5)
-            train = hk.shard((x, y), world, 1)
-            logged = model.fit(train, verbose=0, epochs=2, validation_data=data, validation_steps=9).history
-            validated = {name.removeprefix("val_"): value for name, value in logged.items() if "val_" in name}
-            assert validated == {name: pytest.approx([value] * 2, rel=1e-5) for name, value in alone.items()}
-        for found, expected in zip(model.predict(data, verbose=0), model.predict(x, verbose=0), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
-        least = model.predict(hk.shard((x, y), world, 2, remainder="exact"), steps=1, verbose=0)
-        assert len(least[0]) == min(6, samples)
+    draws, batch_size = np.random.default_rng(0), 4
+    x = draws.random((samples, 4), np.float32)
+    y = (9 * draws.random((samples, 1), np.float32) ** 3, draws.integers(0, CLASSES, samples))
+    w = np.linspace(0, 2, samples).astype("float32")
+    model = two_outputs(keras)
+    sums = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    model.compile(
+        hk.distribute(keras.optimizers.SGD(0.0)),
+        loss=["mse", sums if samples > 5 else "sparse_categorical_crossentropy"],
+        metrics=[["mae"], ["accuracy"]],
+        weighted_metrics=[["mse"], [keras.metrics.SparseCategoricalCrossentropy(name="ce")]],
+    )
+    hk.broadcast_state(model)
+    for weights in ((), ((w, w[::-1].copy()),))[: 2 if samples > 5 else 1]:
+        named = {"sample_weight": list(weights[0])} if weights else {}
+        alone = model.evaluate(x, list(y), batch_size=batch_size, verbose=0, return_dict=True, **named)
+        for remainder in ("drop", "pad", "exact"):
+            if remainder == "drop" and samples < batch_size * world.size:
+                continue
+            data = hk.shard((x, y, *weights), world, batch_size, remainder=remainder)
+            found = model.evaluate(data, verbose=0, return_dict=True)
+            assert found == pytest.approx(alone, rel=1e-5), (samples, remainder, bool(weights))
+            assert data.epoch == 0 and everyone(found) == [found] * 3
+    in_order = model.evaluate(x, list(y), batch_size=batch_size, verbose=0, **named)
+    assert model.evaluate(data, verbose=0) == pytest.approx(in_order, rel=1e-5)
+    train = hk.shard((x, y), world, 1)
+    logged = model.fit(train, verbose=0, epochs=2, validation_data=data, validation_steps=9).history
+    validated = {name.removeprefix("val_"): value for name, value in logged.items() if "val_" in name}
+    assert validated == {name: pytest.approx([value] * 2, rel=1e-5) for name, value in alone.items()}
+    for found, expected in zip(model.predict(data, verbose=0), model.predict(x, verbose=0), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    least = model.predict(hk.shard((x, y), world, 2, remainder="exact"), steps=1, verbose=0)
+    assert len(least[0]) == min(6, samples)
 
 
-@on_ranks(*KERAS, n=3)
+@on_ranks("keras-torch", n=3)
 def test_predictions_that_are_no_rows_are_an_error_on_every_rank(hk, world):
     """Also on the rank that has no sample, and so too few of nothing: it must not wait for the others."""
     import keras
@@ -81,7 +81,7 @@ def test_predictions_that_are_no_rows_are_an_error_on_every_rank(hk, world):
         model.predict(data, verbose=0)
 
 
-@on_ranks(*KERAS, n=2)
+@on_ranks("keras", "keras-torch")
 def test_a_stream_is_evaluated_and_predicted_as_in_one_process(hk, world, monkeypatch):
     """In the stream's own order, maps included; a look moves nothing; and files have no order to predict in."""
     import keras
@@ -173,7 +173,7 @@ def states_of(*metrics: Any) -> Any:
     return States(SimpleNamespace(metrics=list(metrics), get_metrics_result=results))
 
 
-@on_ranks("keras", n=(2, 3))
+@on_ranks("keras")
 def test_each_metric_of_keras_is_that_of_all_samples(hk, world):
     """Unequal parts, of batches as one process has them; and a class of the user's own that is derived from it."""
     import keras

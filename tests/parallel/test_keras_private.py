@@ -94,7 +94,7 @@ def test_random_states_are_read_and_put_back(hk):
     assert private.keras_generator() is generator and draw() == first
 
 
-@on_ranks(*KERAS, fresh=True)
+@on_ranks(*KERAS)
 def test_keras_calls_what_is_replaced(hk, world, monkeypatch):
     """Each of them, in the training and evaluation of what shard made."""
     import keras

@@ -130,7 +130,7 @@ def train(way: int, hk: Any, world: Any, op: str = "average", **options: Any) ->
     return weights(model)
 
 
-@on_ranks("keras-torch", n=(2, 3))
+@on_ranks("keras-torch", n=3)
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=lambda way: WAYS[way].__name__)
 @pytest.mark.parametrize("op", ["average", "sum"])
 def test_gradients_of_a_step_of_ones_own_are_those_of_one_process(hk, world, everyone, alone, way, op):
@@ -381,7 +381,7 @@ def train_frozen(hk: Any, world: Any) -> list[float]:
     return weights(model)
 
 
-@on_ranks("keras-torch", n=(2, 3))
+@on_ranks("keras-torch", n=3)
 def test_layers_frozen_between_fits_and_one_that_only_some_ranks_use(hk, world, everyone):
     found = train_frozen(hk, world)
     assert everyone(found) == [found] * world.size

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from pages import blocks, run
-from ranks import on_ranks, rank_environment
+from ranks import needs, on_ranks, rank_environment
 
-for library in ("transformers", "accelerate", "lightning", "torchmetrics"):
-    pytest.importorskip(library, reason=f"needs {library} (`make test` installs it)")
+pytestmark = needs("transformers", "accelerate", "lightning", "torchmetrics")
 
 
 @on_ranks("torch", n=2, fresh=True)

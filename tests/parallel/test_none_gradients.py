@@ -110,18 +110,18 @@ def as_in_one_process(hk: Any, world: Any, everyone: Any, alone: Any, way: str) 
 
 
 @pytest.mark.parametrize("way", ["tape", "optimizer"])
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_a_loop_ends_as_in_one_process(hk, world, everyone, alone, way):
     as_in_one_process(hk, world, everyone, alone, way)
 
 
-@on_ranks("keras", "keras-torch", n=(2, 3))
+@on_ranks("keras", "keras-torch", n=3)
 def test_an_eager_fit_ends_as_in_one_process(hk, world, everyone, alone):
     as_in_one_process(hk, world, everyone, alone, "fit")
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_rows_of_a_table_that_not_all_ranks_look_up(hk: Any, world: Any, groups: int) -> None:
     """After a first step in which all do: a rank cannot know before that a gradient is one of rows."""
     import tensorflow as tf

@@ -94,7 +94,7 @@ def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(hk, world):
     assert steps == 4 and warned == []
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras-torch")
 def test_a_disagreement_can_be_a_warning_until_fit_ends(hk, world):
     error, steps, (after_four, after_six) = injected(hk, world, "warn")
     assert f"after step 4, the ranks disagree: net/out/kernel {BETWEEN} 0.0001" in after_four
@@ -102,7 +102,7 @@ def test_a_disagreement_can_be_a_warning_until_fit_ends(hk, world):
     assert steps == 6 and "AgreementError: at the end of fit" in error
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras", "keras-jax")
 def test_batch_normalization_raises_no_false_alarm(hk, world):
     """BatchNormalization's moving statistics differ within an epoch and agree after it."""
     import keras
@@ -124,7 +124,7 @@ def test_batch_normalization_raises_no_false_alarm(hk, world):
     hk.check_agreement(model, model.optimizer, world, statistics=False)
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras-torch", smoke=("keras", "keras-jax"))
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -151,7 +151,7 @@ def test_everything_that_can_differ_is_named(hk, world, kind, told):
     assert told in said
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras-torch", smoke=("keras", "keras-jax"))
 @pytest.mark.parametrize("kind", ["float64", "float32"])
 def test_top_bits_that_differ_are_found(hk, world, kind):
     import keras
@@ -199,7 +199,7 @@ def samples_seen() -> Any:
     return Samples()
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras-jax", smoke=("keras", "keras-torch"))
 @pytest.mark.parametrize("own", [False, True])
 def test_evaluation_is_that_of_one_process(hk, world, everyone, own):
     """The metrics on all ranks together, and in this process alone; also with a metric of the user's own."""
@@ -226,7 +226,7 @@ def test_evaluation_is_that_of_one_process(hk, world, everyone, own):
         assert samples == 1 or mine["accuracy"] == alone["accuracy"]
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras", "keras-torch")
 def test_a_filler_is_not_in_the_logs_and_its_weight_cannot_be_undone(hk, world):
     """A last partial batch with a filler on rank 1; and losses that would undo the weights."""
     import keras
@@ -271,7 +271,7 @@ def test_synchronized_batch_normalization_is_one_warning(hk, world):
     assert "not over Horovod's ranks" in said
 
 
-@on_ranks(*KERAS)
+@on_ranks("keras-torch")
 def test_arguments_that_cannot_be_right(hk, world):
     model = compiled(hk)
     for attempt, told in (

@@ -94,7 +94,7 @@ def inject(hk: Any, world: hvdkit.Topology, training: Training, kind: str) -> No
         keras.utils.set_random_seed(0)
 
 
-@on_ranks("tensorflow", n=(2, 3), mpi=OVER_MPI)
+@on_ranks("tensorflow", n=3)
 def test_what_only_the_last_rank_changes_is_named(hk, world):
     hk.seed_everything(3, world)
     training = Training(hk, world)
@@ -109,7 +109,7 @@ def test_what_only_the_last_rank_changes_is_named(hk, world):
         hk.broadcast_state(training.model, training.optimizer)
 
 
-@on_ranks("tensorflow", n=(2, 3), mpi=OVER_MPI)
+@on_ranks("tensorflow", n=3)
 def test_seeds_schedules_signs_and_zeros_that_differ_are_named(hk, world):
     import keras
     import tensorflow as tf
@@ -133,7 +133,7 @@ def test_seeds_schedules_signs_and_zeros_that_differ_are_named(hk, world):
         assert "signs differs" in error and "by at most 2;" in error
 
 
-@on_ranks("tensorflow", n=(2, 3), mpi=OVER_MPI)
+@on_ranks("tensorflow", n=3)
 def test_batch_normalization_keeps_its_own_statistics_until_they_are_averaged(hk, world, everyone):
     import keras
 
@@ -159,7 +159,7 @@ def test_batch_normalization_keeps_its_own_statistics_until_they_are_averaged(hk
     hk.check_agreement(training.model, None, world, statistics=True)
 
 
-@on_ranks("tensorflow", n=(2, 3), mpi=OVER_MPI)
+@on_ranks("tensorflow", n=3)
 def test_join_waits_for_the_rank_with_the_most_steps(hk, world, everyone):
     """Rank r takes 2 + r steps."""
     training = Training(hk, world, "SGD", momentum=0.9)
@@ -186,7 +186,7 @@ def fit_exactly(hk: Any, world: hvdkit.Topology) -> tuple[list[float], list[floa
     return [epoch["loss"] for epoch in history], flat(model.weights)
 
 
-@on_ranks("tensorflow", n=(2, 3), mpi=OVER_MPI)
+@on_ranks("tensorflow", n=3)
 def test_fit_trains_on_every_sample_once_like_one_process(hk, world, alone):
     losses, weights = fit_exactly(hk, world)
     expected = alone(fit_exactly)

@@ -67,14 +67,15 @@ def test_random_numbers_are_no_rank_s_and_no_test_s_own(everyone):
     [
         ("fails", ["rank 1 of torch-2-gloo: Traceback", "mistake = 'of rank 1'", "AssertionError: here"]),
         ("dies", ["rank 1 of torch-2-gloo: the process ended"]),
-        ("hangs", ["rank 0 of torch-2-gloo: was still in it after 8 s", "rank 1 of torch-2-gloo: was still in it"]),
+        ("hangs", ["rank 0 of torch-2-gloo: was still in it after 15 s", "rank 1 of torch-2-gloo: was still in it"]),
         ("ends_horovod", ["the test has shut Horovod down"]),
+        ("replaces", ["the test has left hvdkit.torch.join replaced"]),
     ],
 )
 def test_what_happens_on_a_rank_is_told_and_the_ranks_are_gone(tmp_path, capfd, body, told):
     ranks = Ranks(Kind("torch", 2, "gloo", False))
     with pytest.raises(FailedOnRanks) as failed:
-        ranks.run(__file__, f"body_{body}", {}, tmp_path, timeout=8)
+        ranks.run(__file__, f"body_{body}", {}, tmp_path, timeout=15 if body == "hangs" else 120)
     for part in told:
         assert part in str(failed.value)
     said = capfd.readouterr().out
@@ -104,6 +105,11 @@ def body_hangs(hk, world):
         hk.average_metrics({"loss": 1.0}, world)
     else:
         signal.pause()
+
+
+def body_replaces(hk, world):
+    print("a rank said this", flush=True)
+    hk.join = print
 
 
 def body_ends_horovod(world):

@@ -72,8 +72,9 @@ def test_a_checkpoint_is_restored_without_a_job(hk, world, everyone, tmp_path):
         found = without_a_job(hk, tmp_path)
         assert found.returncode == 0, found.stderr
         assert json.loads(found.stdout) == {"weights": weights, "step": 2, "latest": 2, "best": 1}
-        refused = without_a_job(hk, tmp_path, OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
-        assert "started this process as rank 1" in refused.stderr and "call init() before" in refused.stderr
+        if hk.__name__ == "hvdkit.arrays":
+            refused = without_a_job(hk, tmp_path, OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
+            assert "started this process as rank 1" in refused.stderr and "call init() before" in refused.stderr
     everyone("read")
 
 

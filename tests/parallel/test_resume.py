@@ -85,7 +85,8 @@ def by_steps(run: Any, epochs: int, killed_at: int) -> dict[str, Any]:
 def test_killed_at_a_random_step_and_resumed(run_job, tmp_path, framework, sizes, checkpointing):
     """Two ranks over MPI are killed; those that go on, and those that nothing interrupts, are over Gloo."""
     epochs, base = EPOCHS[framework], 0.01 if framework.startswith("keras") else 0.02
-    step = random.randrange(STEPS + 2, LAST_KILL[framework] * STEPS)  # noqa: S311
+    draw = random.Random(None if "HVDKIT_FUZZ" in os.environ else framework)  # noqa: S311
+    step = draw.randrange(STEPS + 2, LAST_KILL[framework] * STEPS)
     print(f"killed after step {step}")
     killed, settings = tmp_path / "killed", {"epochs": epochs, **checkpointing}
     told = run_job(framework, train, mpi=True, fails=True, directory=killed, killed_at=step, **settings)
@@ -166,7 +167,7 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
     assert len(list(run.loader)) == STEPS - 4
 
 
-@on_ranks("torch", "tensorflow", "keras", "keras-jax")
+@on_ranks("torch", "tensorflow", "keras")
 def test_a_pass_without_a_step_is_no_epoch(hk, on, world, tmp_path):
     """Looks, train accuracy and a search for a learning rate, also where the training goes on in mid-epoch."""
     data, _ = digits()

@@ -128,7 +128,7 @@ def error_of(action: Any) -> str:
     return ""
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_data_sets_that_differ_are_one_error_on_every_rank(hk, world, everyone):
     for what in TORCH:
         hk.shard(made(what, 0), world, 4)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs_checks import message
-from ranks import KERAS, on_ranks
+from ranks import on_ranks
 
 import hvdkit
 
@@ -77,7 +77,7 @@ def rest_of(state: dict[str, Any]) -> list[int]:
     return [int(number) for _, y, _ in loader for number in y]
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_a_stream_is_what_one_process_reads(hk: Any, world: Any, everyone: Any, alone: Any) -> None:
     one = functools.partial(hk.shard, numbers(), world, 4, remainder="exact", shuffle=32, seed=3)
     loader = one()
@@ -146,7 +146,7 @@ def test_no_tuner_holds_up_the_end_of_an_epoch_of_fit(hk: Any, world: Any) -> No
     assert data.tf_dataset().options().autotune.enabled is False
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_files_go_on_in_mid_epoch(hk: Any, world: Any, everyone: Any, tmp_path: Path) -> None:
     import keras
 
@@ -183,7 +183,7 @@ def test_files_go_on_in_mid_epoch(hk: Any, world: Any, everyone: Any, tmp_path: 
     assert "stream=samples" in message(lambda: loader.load_state({**loader.state(), "stream": "samples"}))
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_the_other_remainders(hk: Any, world: Any, everyone: Any, tmp_path: Path, remainder: str) -> None:
     names = everyone(write_files(tmp_path, 7, 5) if world.is_root else None)[0]
@@ -197,7 +197,7 @@ def test_the_other_remainders(hk: Any, world: Any, everyone: Any, tmp_path: Path
     )
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=2)
 def test_orders_that_differ_are_an_error_on_every_rank(hk: Any, world: Any, everyone: Any) -> None:
     import tensorflow as tf
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
     assert len(batches) == 3 and sum(float(w[0]) > 0 for *_, w in batches) == (3 if world.is_root else 2)
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=2)
 @pytest.mark.parametrize("made", ["slices", "ragged_batch"])
 def test_samples_of_any_length_are_ragged_batches(hk: Any, world: Any, everyone: Any, made: str) -> None:
     """Of a ragged tensor's slices, or of what ``ragged_batch(1).unbatch()`` makes; padded per batch behind shard."""
@@ -340,7 +340,7 @@ def test_a_shuffle_made_after_broadcast_state_is_told_why(hk: Any, world: Any, e
         assert all("After seed_everything make what shuffles before broadcast_state" in error for error in errors)
 
 
-@on_ranks(*KERAS, n=2)
+@on_ranks("keras", smoke=("keras-torch",))
 @pytest.mark.parametrize("remainder", ["drop", "exact"])
 def test_keras_trains_on_a_stream(hk: Any, world: Any, alone: Any, remainder: str) -> None:
     data = hk.shard(numbers(), world, 4, remainder=remainder, shuffle=32, seed=3)
@@ -372,7 +372,7 @@ def trained_alone(size: int, remainder: str) -> Any:
     return np.concatenate([np.ravel(one) for one in model.get_weights()])
 
 
-@on_ranks(*KERAS, n=2)
+@on_ranks("keras", "keras-torch")
 def test_keras_goes_on_in_mid_epoch(hk: Any, world: Any, everyone: Any, tmp_path: Path) -> None:
     names = everyone(write_files(tmp_path) if world.is_root else None)[0]
 
@@ -401,14 +401,14 @@ def failing(batch: int) -> Any:
     return Fails()
 
 
-@on_ranks(*KERAS, n=2)
+@on_ranks("keras-torch")
 def test_keras_shows_why_a_stream_cannot_go_on(hk: Any, world: Any, everyone: Any) -> None:
     data = hk.shard(numbers().shuffle(64), world, 4)
     errors = everyone(message(lambda: trained(hk, data, epochs=1, verbose=0)))
     assert all(error.startswith("AgreementError: the ranks read") for error in errors), errors
 
 
-@on_ranks("keras-torch", "keras-jax", n=2)
+@on_ranks("keras-torch")
 def test_other_backends_take_dense_numbers(hk: Any, world: Any, everyone: Any) -> None:
     data = hk.shard(numbers().map(lambda x, n: (tf_string(n), n)), world, 4)
     errors = everyone(message(lambda: trained(hk, data, verbose=0)))
@@ -440,7 +440,7 @@ def by_class(hk: Any, world: Any, remainder: str, plain: bool = False) -> Any:
     return np.concatenate([np.ravel(one) for one in model.get_weights()])
 
 
-@on_ranks("keras", "keras-jax", n=2)
+@on_ranks("keras", "keras-torch")
 def test_class_weights_are_those_of_keras(hk: Any, world: Any, everyone: Any, alone: Any) -> None:
     found = by_class(hk, world, "exact")
     np.testing.assert_allclose(found, alone(by_class, remainder="exact", plain=True), rtol=2e-5, atol=1e-6)

@@ -136,7 +136,7 @@ def train(hk: Any, world: hvdkit.Topology, training: str) -> tuple[list[float], 
     return weights(model), int(optimizer.iterations)
 
 
-@on_ranks("tensorflow", n=(2, 3), mpi={("tensorflow", 2)})
+@on_ranks("tensorflow", n=3)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_n_ranks_end_with_the_weights_of_one_process(hk, world, everyone, alone, training):
     found, steps = train(hk, world, training)

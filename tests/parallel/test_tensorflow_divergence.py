@@ -64,7 +64,7 @@ def train(hk: Any, world: Any, form: str, compiled: bool, offset: float = 0.0, n
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("form", ["tape", "optimizer"])
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_ranks_that_train_apart_are_one_error_on_every_rank(hk, world, everyone, form, compiled):
     import tensorflow as tf
 
@@ -293,7 +293,7 @@ def test_models_of_the_same_layers_compare_in_one_function(hk, world):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("form", ["tape", "optimizer"])
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_ranks_that_exchange_different_gradients_are_one_error(hk, world, everyone, form, compiled):
     """Another order, another number, or None in a compiled step; the ranks would wait for each other."""
     import tensorflow as tf
@@ -349,7 +349,7 @@ def test_what_a_distributed_tape_cannot_average_is_refused(hk, world):
         tf.function(lambda x: hk.average_metrics({"x": x}, world))(tf.constant(1.0))
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=2)
 def test_variables_that_keras_does_not_count_are_the_roots(hk, world, everyone, tmp_path):
     """Keras 3 lists no ``tf.Variable`` of a layer among its weights; the small one is in no comparison of a graph."""
     import keras

@@ -71,7 +71,7 @@ def train(hk: Any, world: Any) -> list[float]:
     return gan.everything()
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=2)
 def test_two_tapes_and_two_optimizers_end_as_in_one_process(hk, world, everyone, alone):
     found = train(hk, world)
     assert everyone(found) == [found] * world.size
@@ -158,7 +158,7 @@ def test_a_loss_for_each_sample_is_one_warning(hk, world, what, graph):
     assert counts == [0, 0, 1, 0]
 
 
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_gradients_add_up_in_a_loop_of_a_graph(hk: Any, world: Any) -> None:
     """Accumulation: no turn needs the gradients of the one before, and TensorFlow runs turns side by side."""
     import tensorflow as tf
@@ -211,7 +211,7 @@ def masked(hk: Any, world: Any, compiled: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_a_mean_over_targets_is_that_of_one_process(hk, world, everyone, alone, compiled):
     found = masked(hk, world, compiled)
     assert everyone(found) == [found] * world.size
@@ -220,7 +220,7 @@ def test_a_mean_over_targets_is_that_of_one_process(hk, world, everyone, alone, 
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("how", ["clipped", "an integer", "twice"])
-@on_ranks("tensorflow", n=(2, 3))
+@on_ranks("tensorflow", n=3)
 def test_a_gradient_that_one_rank_cannot_average_is_an_error_on_all_and_the_next_step_is_right(hk, world, how, sparse):
     """Eagerly; in ``tf.function`` no rank says anything in a step."""
     import keras

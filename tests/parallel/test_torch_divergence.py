@@ -162,7 +162,7 @@ def a_table_that_forward_changes(hk: Any, world: Any) -> None:
     ],
     ids=lambda one: one.__name__,
 )
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_ranks_that_train_apart_are_one_error_on_every_rank(hk, world, program):
     with pytest.raises(hvdkit.AgreementError, match=r"their values of (\d\.)?weight differ.*broadcast_state"):
         program(hk, world)
@@ -485,7 +485,7 @@ def what_cannot_be_read(hk: Any, world: Any, model: Any) -> list[Any]:
         (what_cannot_be_read, False, False),
     ],
 )
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_a_copy_made_before_the_broadcast_is_one_warning(hk, world, kept, reloads, told):
     """The copy has this rank's first weights, the model the root's: a program without a seed."""
     model, optimizer = begin(hk, seed=world.rank)

@@ -118,7 +118,7 @@ def require_each_once(taken: list[list[tuple[list[int], list[float]]]], expected
     assert sorted(seen) == sorted(expected)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stream_of_any_form_gives_each_sample_once(hk, world, everyone, form):
     loader = hk.shard(stream(own_numbers(world), form), world, 2, remainder="exact", collate_fn=collate(form))
@@ -129,21 +129,21 @@ def test_a_stream_of_any_form_gives_each_sample_once(hk, world, everyone, form):
         assert found[0][-1][1][0] == 0.0  # the rank with the fewest samples has had fillers
 
 
-@on_ranks("torch", n=(2, 3))
-@pytest.mark.parametrize("form", FORMS)
+@on_ranks("torch", n=2)
+@pytest.mark.parametrize("form", ["pair", "object", "samples"])
 def test_a_map_style_set_of_any_form_gives_each_sample_once(hk, world, everyone, form):
     loader = hk.shard(map_style(form, 4 * world.size + 1), world, 2, remainder="exact", collate_fn=collate(form))
     taken = [opened(form, batch) for batch in loader]
     require_each_once(everyone([(numbers, w.tolist()) for numbers, w in taken]), list(range(4 * world.size + 1)))
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_batches_keep_their_form_without_weights(hk, world):
     for data in (stream(range(5), "named"), map_style("named", 12)):
         assert {type(batch) for batch in hk.shard(data, world, 2)} == {Pair}
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_workers_with_ragged_ends_lose_no_sample_of_a_stream(hk, world, everyone):
     """Three workers of rank r have 4 + 4 * r, 4 + 4 * r and 3 + 4 * r samples."""
     mine = range(100 * world.rank, 100 * world.rank + 11 + 12 * world.rank)
@@ -153,7 +153,7 @@ def test_workers_with_ragged_ends_lose_no_sample_of_a_stream(hk, world, everyone
     require_each_once(found, list(itertools.chain(*everyone(list(mine)))))
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_drop_leaves_out_the_last_short_batch_of_each_worker(hk, world, everyone):
     """Of 11 + r and 4 samples. Worker 1 has had its short batch when worker 0 still has a full one."""
     import torch
@@ -167,7 +167,7 @@ def test_drop_leaves_out_the_last_short_batch_of_each_worker(hk, world, everyone
     assert found == [[[0, 1, 2], [20, 21, 22], [3, 4, 5], [6, 7, 8]]] * world.size
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_a_stream_of_dicts_trains_as_one_process_on_the_union_batch(hk, world, everyone):
     import torch
 
@@ -195,7 +195,7 @@ def test_a_stream_of_dicts_trains_as_one_process_on_the_union_batch(hk, world, e
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_fails_on_a_rank_is_one_error_on_every_rank(hk, world, workers):
     numbers = range(8 + 8 * world.rank)  # the others may have ended by then
@@ -212,7 +212,7 @@ def test_a_stream_that_fails_on_a_rank_is_one_error_on_every_rank(hk, world, wor
     assert held() is None
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_a_rank_that_fills_no_batch_is_one_error_on_every_rank(hk, world):
     few = stream(range(1 if world.rank == 1 else 9))
     with pytest.raises(hvdkit.InvalidArgumentError, match=r"rank 1 does not fill one batch of 2.*remainder='exact'"):
@@ -221,7 +221,7 @@ def test_a_rank_that_fills_no_batch_is_one_error_on_every_rank(hk, world):
         list(hk.shard(stream(range(9 * (world.rank != 1))), world, 2, remainder="exact"))
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_all_read_as_a_whole_is_a_warning(hk, world, workers):
     import torch
@@ -261,7 +261,7 @@ def test_a_stream_may_begin_with_samples_that_hold_nothing(hk, world, everyone):
     require_each_once(taken, list(range(5)))
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_streams_can_be_left_early_and_read_side_by_side(hk, world, everyone):
     numbers = own_numbers(world)
     one, other = (hk.shard(stream(mine), world, 2, remainder="exact") for mine in (numbers, range(40)))
@@ -273,7 +273,7 @@ def test_streams_can_be_left_early_and_read_side_by_side(hk, world, everyone):
         require_each_once(found, list(itertools.chain(*everyone(list(numbers)))))
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_a_sampler_draws_for_all_ranks_together(hk, world, everyone):
     import torch
 
@@ -303,7 +303,7 @@ def test_a_sampler_draws_for_all_ranks_together(hk, world, everyone):
     assert all(map(torch.equal, before, after))  # the draw is nobody else's
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 @pytest.mark.parametrize("source", ["numpy", "python"])
 def test_a_sampler_draws_from_any_global_generator_alike(hk, world, everyone, source):
     class Shuffled(list):
@@ -335,7 +335,7 @@ def test_a_sampled_epoch_goes_on_where_it_was(hk, world):
     assert [batch.tolist() for batch in second] == whole
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_data_set_may_grow_and_shrink_between_epochs(hk, world, everyone, sampled):
     """Active learning, a buffer of what was seen: PyTorch's own loader asks for the length in each epoch."""
@@ -463,7 +463,7 @@ def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
             list(hk.shard(ten, world, 2, sampler=sampler))
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_parts_and_joins_of_data_sets_give_each_sample_once(hk, world, everyone):
     import torch
     from torch.utils import data
@@ -489,7 +489,7 @@ def test_parts_and_joins_of_data_sets_give_each_sample_once(hk, world, everyone)
         assert sorted(itertools.chain(*itertools.chain(*everyone(mine)))) == [10 * number for number in range(7)]
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_webdataset_gives_each_sample_once(hk, world, everyone, workers, tmp_path):
     import torch
@@ -517,7 +517,7 @@ def test_webdataset_gives_each_sample_once(hk, world, everyone, workers, tmp_pat
     assert any("nodesplitter=wds.split_by_node" in str(one.message) for one in seen) == world.is_root
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_huggingface_streams_give_each_sample_once(hk, world, everyone):
     datasets = pytest.importorskip("datasets")
     split = importlib.import_module("datasets.distributed").split_dataset_by_node

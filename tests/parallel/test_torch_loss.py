@@ -70,7 +70,7 @@ def losses() -> dict[str, Any]:
     }
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 @pytest.mark.parametrize("form", [classes_second, flat])
 @pytest.mark.parametrize("name", ["plain", "class weights", "smoothed", "function"])
 def test_over_targets_is_one_process_on_the_tokens_of_all_ranks(hk, world, everyone, form, name):
@@ -86,7 +86,7 @@ def test_over_targets_is_one_process_on_the_tokens_of_all_ranks(hk, world, every
     assert gradient(model, part) == pytest.approx(gradient(alone, whole), rel=1e-10)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 @pytest.mark.parametrize("form", [classes_second, flat])
 def test_over_targets_leaves_out_fillers(hk, world, form):
     """The last rank has no sample of its own: what it computes counts nothing."""
@@ -104,7 +104,7 @@ def test_over_targets_leaves_out_fillers(hk, world, form):
     assert gradient(model, part) == pytest.approx(gradient(alone, whole), rel=1e-10)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_over_targets_takes_probabilities_and_numbers(hk, world):
     import torch
 
@@ -118,7 +118,7 @@ def test_over_targets_takes_probabilities_and_numbers(hk, world):
         assert gradient(model, part) == pytest.approx(gradient(alone, whole), rel=1e-10)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 @pytest.mark.parametrize("form", [classes_second, flat])
 def test_over_samples_takes_texts_of_equal_length_in_both_forms(hk, world, form):
     import torch
@@ -133,7 +133,7 @@ def test_over_samples_takes_texts_of_equal_length_in_both_forms(hk, world, form)
     assert gradient(model, loss_of(*form(model(x), y), weights)) == pytest.approx(gradient(alone, whole), rel=1e-10)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_the_divergence_of_a_distillation_is_a_mean_over_samples(hk, world):
     """``KLDivLoss(reduction="batchmean")`` adds up a sample's classes."""
     import torch
@@ -150,7 +150,7 @@ def test_the_divergence_of_a_distillation_is_a_mean_over_samples(hk, world):
     assert found == pytest.approx(gradient(alone, loss(*both(alone, union))), rel=1e-10)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_a_model_that_returns_its_own_mean_over_tokens(hk, world):
     """As docs/agreement.md has it."""
     import torch

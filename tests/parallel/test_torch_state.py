@@ -91,7 +91,7 @@ def optimizers(rank: int) -> dict[str, Any]:
     }
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 @pytest.mark.parametrize("root", [0, 1])
 def test_broadcast_changes_an_optimizer_in_place(hk, world, everyone, root):
     """Whoever has stepped before: then it has other objects than one that has not, and keeps them."""
@@ -115,7 +115,7 @@ def test_broadcast_changes_an_optimizer_in_place(hk, world, everyone, root):
         hk.check_agreement(model, optimizer, world)
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_a_scheduler_made_before_distribute_and_broadcast_steers_every_rank(hk, world, everyone):
     import torch
 
@@ -165,7 +165,7 @@ def test_broadcast_sends_every_kind_of_state_bit_for_bit(hk, world, everyone):
     assert all(rate is shared for rate in rates)  # as on the root; a fill_ of one is one of all
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_optimizers_that_differ_are_one_error_on_every_rank(hk, world, everyone):
     import torch
 
@@ -189,7 +189,7 @@ def test_optimizers_that_differ_are_one_error_on_every_rank(hk, world, everyone)
         everyone("refused")
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_an_optimizer_distributed_on_one_rank_alone_is_an_error_on_all(hk, world):
     import torch
 
@@ -322,7 +322,7 @@ def extras(model: Any) -> dict[str, Any]:
     }
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_extra_is_saved_and_given_back_on_every_rank(hk, world, everyone, tmp_path, asynchronous):
     run = Run(hk, world, tmp_path / "run", asynchronous=asynchronous)
@@ -388,7 +388,7 @@ def test_a_sparse_tensor_is_saved(hk, world, tmp_path, asynchronous):
     assert checkpoints.restore(model).extra["graph"].to_dense().equal(torch.eye(3))
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_what_modules_keep_beside_tensors_goes_to_every_rank(hk, world, tmp_path):
     import torch
 
@@ -444,7 +444,7 @@ class Bomb:
         return Path.write_text, (Path("exploded"), "")
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_a_checkpoint_that_does_not_fit_changes_nothing(hk, world, everyone, tmp_path):
     import torch
 
@@ -560,7 +560,7 @@ def test_a_compiled_models_state_has_the_names_of_the_plain_one(hk, world, every
     assert values[0] == values[1] and bits(optimizers[0]) == bits(optimizers[1])
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_ranks_of_which_one_compiles_its_model_are_alike(hk, world, everyone):
     import torch
 
@@ -579,7 +579,7 @@ def test_ranks_of_which_one_compiles_its_model_are_alike(hk, world, everyone):
 # The root fails -------------------------------------------------------------------------------------------------------
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_whatever_the_root_raises_every_rank_raises(hk, world, everyone, tmp_path):
     """None waits for a root that has failed, and all can go on together."""
     import torch

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import pytest
-from ranks import on_ranks
+from ranks import needs, on_ranks
 
-pytest.importorskip("torchmetrics")
+pytestmark = needs("torchmetrics")
 
 
 def samples(kind: str) -> list[tuple[Any, Any]]:
@@ -40,7 +39,7 @@ def own_metric() -> Any:
     return Own()
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_metrics_of_torchmetrics_are_those_of_all_samples(hk, world, everyone):
     """One rank has most batches, the last none; sums, lists, collections and text, each twice."""
     import torch

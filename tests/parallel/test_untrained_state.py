@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 import pytest
-from ranks import KERAS, on_ranks
+from ranks import on_ranks
 
 import hvdkit
 
@@ -183,7 +183,7 @@ def observed(model: Any, world: Any, step: int) -> None:
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=3)
 def test_what_no_gradient_trains(hk, world, change, told):
     failure, said = trained(hk, world, change)
     if told.startswith("error: "):
@@ -276,7 +276,7 @@ def layer(kind: str, world: Any) -> Any:
         ("statistics", ""),
     ],
 )
-@on_ranks(*KERAS)
+@on_ranks("keras", smoke=("keras-torch", "keras-jax"))
 def test_what_no_gradient_trains_in_fit(hk, world, kind, told):
     import keras
     import numpy as np

@@ -314,7 +314,6 @@ def fail(_: Any) -> None:
 
 def ending(how: str) -> tuple[Any, list[Any]]:
     """Data of ten batches, and callbacks, of a rank that ends in its third batch."""
-    import keras
 
     def batches(last: int = 10) -> Any:
         for batch in range(10):

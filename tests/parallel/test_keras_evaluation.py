@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import KERAS, on_ranks
+from ranks import on_ranks
 
 SAMPLES, CLASSES = 23, 3
 

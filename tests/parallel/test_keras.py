@@ -208,23 +208,6 @@ def test_callbacks_resume_and_average(hk, world, everyone, tmp_path):
     assert everyone(found) == [found] * 3
 
 
-@on_ranks("keras", n=1)
-def test_warmup_logs_the_tutorials_rates(hk, world):
-    """Learning rates in the logs for 8 workers, base 0.01, 3 epochs."""
-    import keras
-
-    from hvdkit import Topology
-
-    eight = Topology(0, 8)
-    model = make_model()
-    optimizer = hk.distribute(keras.optimizers.SGD(hk.scale_lr(0.01, eight)))
-    model.compile(optimizer, make_loss())
-    x, y = make_data()
-    warmup = hk.warmup(optimizer, eight, 10, epochs=3)
-    history = model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=[warmup]).history
-    assert [round(float(rate), 4) for rate in history["learning_rate"]] == [0.0333, 0.0567, 0.08, 0.08, 0.08]
-
-
 @on_ranks("keras-jax", n=3)
 def test_fit_in_one_call(hk, world, everyone):
     import keras

@@ -335,13 +335,6 @@ def test_checkpoints_restore_every_rank(hk, world):
     assert "does not fit this Lion" in message(lambda: store.restore(other, keras.optimizers.Lion(0.1)))
 
 
-@on_ranks("tensorflow", n=3)
-def test_a_checkpoint_that_cannot_be_written_fails_on_every_rank(hk, world):
-    Path("file").write_text("not a directory")
-    error = message(lambda: hk.Checkpoints("file/run").save(make_keras(), step=1))
-    assert error.startswith("CheckpointError: ") and "step 1 in file/run" in error
-
-
 def follows(dataset: Any, plan: Shard) -> None:
     """Two epochs without a call, then one that was set."""
     assert len(dataset) == len(plan) == int(dataset.cardinality())
@@ -367,21 +360,6 @@ def test_shards_are_those_of_the_plan_for_arrays_and_datasets(hk, world, samples
         plan = Shard(samples, world, batch_size, remainder, shuffle, seed=1)
         for given in (pairs, tf.data.Dataset.from_tensor_slices(pairs)):
             follows(hk.shard(given, world, batch_size, remainder=remainder, shuffle=shuffle, seed=1), plan)
-
-
-@on_ranks("tensorflow", n=3)
-def test_shards_are_disjoint_and_complete(hk, world, everyone):
-    def seen(samples: int, batch_size: int, **options: Any) -> list[list[int]]:
-        loader = hk.shard(np.arange(samples), world, batch_size, seed=1, **options)
-        return [one.numpy()[w.numpy() > 0].tolist() for one, w in loader] if "remainder" in options else [
-            one.numpy().tolist() for one in loader
-        ]  # fmt: skip
-
-    assert everyone(seen(7, 2, shuffle=False)) == [[[0, 1]], [[2, 3]], [[4, 5]]]
-    parts = everyone([batch for batch in seen(7, 2, shuffle=False, remainder="exact") if batch])
-    assert parts == [[[0, 1], [6]], [[2, 3]], [[4, 5]]]
-    parts = everyone(seen(53, 4, remainder="exact"))
-    assert sorted(index for rank in parts for batch in rank for index in batch) == list(range(53))
 
 
 @on_ranks("tensorflow", n=3)
@@ -414,18 +392,6 @@ def test_a_shard_is_a_dataset_for_functions_and_fit(hk, world, everyone):
     assert str(image.element_spec["image"].shape) == "(None, 2, 2)"
     assert next(iter(dataset))[1].dtype.name == "float32"
     assert dataset.options().experimental_distribute.auto_shard_policy.name == "OFF"
-
-
-@on_ranks("tensorflow", n=3)
-def test_fit_trains_all_ranks_alike(hk, world, everyone):
-    import keras
-
-    model = make_keras(seed=world.rank)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options = {"epochs": 4, "batch_size": 4, "base_lr": 0.03, "warmup_epochs": 1, "kind": "cpu"}
-    history = hk.fit(model, keras.optimizers.SGD, loss, make_data(), **options)
-    assert everyone((history, weights(model))) == [(history, weights(model))] * 3
-    assert len(history) == 4 and history[-1]["loss"] < history[0]["loss"]
 
 
 # One process
@@ -500,20 +466,6 @@ def test_warmup_rises_per_step_and_resumes_by_the_optimizers_count(hk):
     optimizer.variables[0].assign(3)  # as after a restored checkpoint
     schedule.step()
     assert float(optimizer.learning_rate) == pytest.approx(rising[3])
-
-
-@on_ranks("tensorflow", n=1)
-def test_horovods_own_tape_fails_on_keras_3_variables(hk, world):
-    """Why hvdkit has a tape of its own."""
-    import horovod.tensorflow as hvd
-    import tensorflow as tf
-
-    model = make_keras()
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(model(tf.ones((1, FEATURES), tf.float64)))
-    own = hvd.DistributedGradientTape(tape)
-    with pytest.raises(AttributeError, match="has no attribute 'ref'"):
-        own.gradient(loss, model.trainable_variables)
 
 
 @on_ranks("tensorflow", n=1)

@@ -59,11 +59,6 @@ def test_topology_under_each_launcher(run_ranks, controller, launcher):
         assert world == {"rank": rank, "local_rank": rank, **one_host}
 
 
-@on_ranks("torch", n=1)
-def test_topology_without_a_launcher(world):
-    assert (world.rank, world.size, world.launcher) == (0, 1, "none")
-
-
 @on_ranks("torch", n=1, fresh=True)
 def test_a_launcher_that_horovod_does_not_see_is_refused(hk):
     os.environ.update({"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"})
@@ -126,15 +121,6 @@ def test_broadcast_takes_no_step_of_its_own(hk, world):
     assert weights(model) == before and len(optimizer.state) == 0
 
 
-@on_ranks("torch", n=2)
-def test_broadcast_of_different_models_is_one_error_on_every_rank(hk, world):
-    from torch import nn
-
-    with pytest.raises(hvdkit.AgreementError) as refused:
-        hk.broadcast_state(nn.Linear(3, 3 + world.rank))
-    assert f"rank {world.rank} has weight float32 ({3 + world.rank}, 3)" in str(refused.value)
-
-
 @on_ranks("torch", n=3)
 def test_metrics_are_means_over_ranks_and_over_counts(hk, world):
     means = hk.average_metrics({"loss": float(world.rank), "accuracy": (world.rank * 10, 10 + 10 * world.rank)}, world)
@@ -161,54 +147,6 @@ def test_a_validation_may_run_in_inference_mode(hk, world, everyone, tmp_path):
         assert everyone(loss_of(torch.zeros(1, 2), torch.tensor([0])).item()) == pytest.approx([math.log(2)] * 2)
         hk.Checkpoints(tmp_path).save(model, None, step=1)
     hk.Checkpoints(tmp_path).restore(model, None)
-
-
-@on_ranks("torch", n=2)
-def test_checkpoints_restore_every_rank(hk, world, everyone, tmp_path):
-    """Save, train on, restore: every rank is back where it was."""
-    import torch
-
-    model = make_model()
-    optimizer = hk.distribute(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    hk.broadcast_state(model, optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.full((2, FEATURES), float(world.rank + 1), dtype=torch.float64)).pow(2).sum().backward()
-        optimizer.step()
-
-    store = hk.Checkpoints(tmp_path / "run", keep=2)
-    assert store.restore(model, optimizer) is None
-    step()
-    saved = store.save(model, optimizer, step=1, epoch=1)
-    kept = weights(model)
-    step()
-    after_two = weights(model)
-    restored = store.restore(model, optimizer)
-    assert weights(model) == kept != after_two
-    step()
-    assert weights(model) == after_two
-    assert restored.metadata["epoch"] == 1 and restored.metadata["size"] == 2
-    assert sorted(file.name for file in saved.path.iterdir()) == [
-        "manifest.json",
-        "model.pt",
-        "optimizer.pt",
-        "random.npy",
-    ]
-    with pytest.raises(hvdkit.CheckpointError, match="does not fit this Linear"):
-        store.restore(torch.nn.Linear(2, 2))
-    everyone("done")
-    assert [path.name for path in (tmp_path / "run").glob("*-*")] == ["step-0000000001"]
-
-
-@on_ranks("torch", n=2)
-def test_a_checkpoint_that_cannot_be_written_fails_on_every_rank(hk, world, everyone, tmp_path):
-    blocked = tmp_path / "file" / "run"
-    (tmp_path / "file").write_text("not a directory")
-    everyone("written")
-    with pytest.raises(hvdkit.CheckpointError) as refused:
-        hk.Checkpoints(blocked).save(make_model(), step=1)
-    assert "step 1" in str(refused.value) and str(blocked) in str(refused.value)
 
 
 def update(hk: Any, world: Any, **options: Any) -> list[float]:
@@ -288,14 +226,6 @@ def fit(hk: Any, batch_size: int, base_lr: float, epochs: int = 4, **options: An
     settings = {"epochs": epochs, "batch_size": batch_size, "base_lr": base_lr, **options}
     history = hk.fit(model, torch.optim.SGD, torch.nn.CrossEntropyLoss(), make_data(), **settings)
     return {"history": history, "weights": weights(model)}
-
-
-@on_ranks("torch", n=2)
-def test_fit_trains_all_ranks_alike(hk, world, everyone):
-    found = fit(hk, batch_size=4, base_lr=0.1, warmup_epochs=1)
-    assert everyone(found) == [found] * 2
-    losses = [epoch["loss"] for epoch in found["history"]]
-    assert len(losses) == 4 and losses[-1] < losses[0]
 
 
 @on_ranks("torch", n=2)

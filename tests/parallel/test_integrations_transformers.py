@@ -121,7 +121,7 @@ def require_alike(found: dict[str, Any], expected: dict[str, Any], tolerance: fl
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
 
 
-@on_ranks("torch", n=3, fresh=True)
+@on_ranks("torch", n=2, fresh=True)
 def test_trainer_trains_as_one_process_on_the_global_batch(hk, world, alone, tmp_path):
     """Clipped, and the language model accumulated over unequal numbers of tokens; metrics are of all samples."""
     from hvdkit.integrations.transformers import Trainer, init

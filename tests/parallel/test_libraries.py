@@ -43,7 +43,7 @@ def test_the_programs_of_the_page_run(hk, world, everyone, tmp_path, monkeypatch
     hk.check_agreement(names["model"], None, world)
 
 
-@on_ranks("torch", n=(2, 3), fresh=True)
+@on_ranks("torch", n=2, fresh=True)
 def test_a_metric_is_of_all_ranks_whenever_it_was_made(alone):
     """Imported and made before ``init``, made after it: the value of one process."""
     import torch

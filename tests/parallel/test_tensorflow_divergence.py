@@ -130,15 +130,15 @@ def test_a_rank_may_trace_its_step_anew_alone(hk, world, everyone, form):
 
 @on_ranks("tensorflow", n=3, fresh=True)
 def test_each_process_set_counts_for_itself(hk):
-    """A rank outside the set takes no part in it; variables are named alike in all sets."""
+    """A rank outside the set takes no part in it, and the same variable's gradients travel in both."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     pair = hvd.ProcessSet([0, 1])
     hvd.init(process_sets=[pair])
     world = hk.init()
+    variable = tf.Variable(1.0)
     for number in range(19):
-        variable = tf.Variable(1.0)
         with hk.distribute(tf.GradientTape(), process_set=pair if number % 2 else None) as tape:
             loss = variable * (1.0 + world.rank)
         mean = float(tape.gradient(loss, variable))

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from hvdkit.common import json_files
-from hvdkit.core import communicator
 from hvdkit.prepare.doctor import job as ranks
 from hvdkit.prepare.doctor.finding import LEVELS, examine
 from hvdkit.prepare.doctor.job import CHECKS, JobReport, Place, RankReport, look
@@ -131,20 +130,19 @@ def refused(*_, **__):
 def test_a_rank_has_started_when_the_ones_of_all_add_up_on_its_device(monkeypatch, allreduce, others, problem):
     made = []
     world = SimpleNamespace(local_rank=0)
+    gather = lambda own, name: [own, others] if name.endswith("problem") else [own]  # noqa: E731
     modules = {
         "hvdkit.torch": SimpleNamespace(init=lambda: world, pin_device=lambda _: "cpu"),
         "torch": SimpleNamespace(from_numpy=None, ones=lambda n, device: made.append(device) or [1.0] * n),
         "horovod.torch": SimpleNamespace(
             is_initialized=lambda: True, rank=lambda: 0, size=lambda: 2, local_rank=lambda: 0,
-            mpi_enabled=lambda: False, allreduce=allreduce, Sum=None,
+            mpi_enabled=lambda: False, allreduce=allreduce, Sum=None, allgather_object=gather,
         ),
     }  # fmt: skip
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    texts = lambda ranks, own, name: [own, others or " "]  # noqa: E731
-    monkeypatch.setattr(communicator.OverHorovod, "gather_texts", texts)
-    started, gather = ranks._started(look({"PATH": ""}))
-    assert (started.problem, started.device, gather("report")) == (problem, "cpu", ["report", others or " "])
+    (started,) = ranks.meet(look({"PATH": ""}))
+    assert (started.problem, started.device) == (problem, "cpu")
     assert made == (["cpu"] if not others else [])
 
 

@@ -8,8 +8,8 @@
     probe.py      starts those processes with a time limit, and puts the facts together
     host.py       facts that need no child: cores, accelerators, environment variables, ``mpirun``
     two_ranks.py  trains on 2 ranks that ``hvdkit launch`` starts; ``hvdkit test`` shows the same step by step
-    finding.py    a finding, and the table of what can be found
-    checks.py     the table for one machine
+    finding.py    a finding, and how it is shown
+    checks.py     the table of checks for one machine
     report.py     facts and findings as text and as JSON
-    job.py        ``--job``: what each rank of a job says of itself, the table for a job, text and JSON
+    job.py        ``--job``: what each rank of a job says of itself, the table of checks for a job, text and JSON
 """

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -99,7 +98,6 @@ class RankReport:
 
 
 Reports = Sequence[RankReport]
-Gather = Callable[[str], list[str]]
 
 
 class JobReport(Document, frozen=True):
@@ -225,10 +223,35 @@ def look(environ: Mapping[str, str]) -> RankReport:
 
 
 def meet(own: RankReport) -> list[RankReport]:
-    """Start as a training does; the reports of all ranks that this one can reach then, by rank."""
-    own, gather = _started(own)
-    together = own.horovod.size == own.size or (own.horovod.size or 1) > 1
-    return [own] if gather is None or not together else _by_rank(gather(_text(own)))
+    """Start as a training does, in the first framework that Horovod loads in; the reports of all ranks that meet."""
+    errors = []
+    for name in ("torch", "tensorflow"):
+        try:
+            hk: Any = importlib.import_module(f"hvdkit.{name}")
+        except Exception as error:  # an extension can fail to load in any way, and each is a finding
+            errors.append(_first_line(error))
+            continue
+        problem = device = pinned = ""
+        try:
+            pinned = hk.pin_device(hk.init())
+            device = _CPU if _CPU in str(pinned).lower() else str(pinned)
+        except Exception as error:  # whatever would stop a training, which is what this is here to find out
+            problem = _first_line(error)
+        hvd: Any = importlib.import_module(f"horovod.{name}")
+        if not hvd.is_initialized():
+            return [replace(own, problem=problem)]
+        if not any(hvd.allgather_object(problem, name="hvdkit.doctor.problem")):  # or one would not come, and all wait
+            problem = _reduces(name, hvd, pinned)
+        started = replace(
+            own,
+            problem=problem,
+            device=device,
+            horovod=Place(hvd.rank(), hvd.size()),
+            library=(loaded_mpi() or "MPI") if hvd.mpi_enabled() else "Gloo",
+            local_rank=hvd.local_rank() if own.local_rank is None else own.local_rank,
+        )
+        return _by_rank(hvd.allgather_object(_text(started), name="hvdkit.doctor"))
+    return [replace(own, problem=" ".join(errors))]
 
 
 def write(directory: Path, own: RankReport) -> None:
@@ -244,45 +267,6 @@ def _text(report: RankReport) -> str:
 
 def _by_rank(texts: Iterable[str]) -> list[RankReport]:
     return sorted((msgspec.json.decode(text, type=RankReport) for text in texts), key=lambda report: report.rank)
-
-
-def _started(own: RankReport) -> tuple[RankReport, Gather | None]:
-    """The report after a start in the first framework that Horovod loads in, and a way to the other ranks."""
-    errors = []
-    for name in ("torch", "tensorflow"):
-        try:
-            hk: Any = importlib.import_module(f"hvdkit.{name}")
-        except Exception as error:  # an extension can fail to load in any way, and each is a finding
-            errors.append(_first_line(error))
-            continue
-        problem = device = pinned = ""
-        try:
-            world = hk.init()
-            pinned = hk.pin_device(world)
-            device = _CPU if _CPU in str(pinned).lower() else str(pinned)
-        except Exception as error:  # whatever would stop a training, which is what this is here to find out
-            problem = _first_line(error)
-        hvd: Any = importlib.import_module(f"horovod.{name}")
-        if not hvd.is_initialized():
-            return replace(own, problem=problem), None
-        from hvdkit.core.communicator import OverHorovod  # loads NumPy
-
-        framework: Any = importlib.import_module(name)
-        ranks = OverHorovod(hvd, framework.from_numpy if name == "torch" else framework.constant)
-        gather = partial(ranks.gather_texts, name="hvdkit.doctor")
-        problems = gather(problem or " ")  # no text is empty
-        if not any(map(str.strip, problems)):  # a rank with one would not come to the allreduce, and the others wait
-            problem = _reduces(name, hvd, pinned)
-        started = replace(
-            own,
-            problem=problem,
-            device=device,
-            horovod=Place(hvd.rank(), hvd.size()),
-            library=(loaded_mpi() or "MPI") if hvd.mpi_enabled() else "Gloo",
-            local_rank=hvd.local_rank() if own.local_rank is None else own.local_rank,
-        )
-        return started, gather
-    return replace(own, problem=" ".join(errors)), None
 
 
 def _reduces(name: str, hvd: Any, device: Any) -> str:

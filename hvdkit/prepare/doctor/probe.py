@@ -11,9 +11,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,108 +35,75 @@ _PART_OF_A_JOB = re.compile(r"HOROVOD_(?!GLOO_IFACE$)|PMI|PRTE_|HYDRA|PALS_|SLUR
 """Beside what places a rank: what changes how Horovod behaves, or how an MPI starts. A probe is one plain process."""
 
 
-class Child:
-    """One process of ``inside.py``, started in a session of its own so that what it starts ends with it.
-
-    Args:
-        python: interpreter to start.
-        stages: what it does, in order.
-        environ: see ``plain``.
-        seconds: time that it may take from now on, > 0.
-    """
-
-    def __init__(self, python: str, stages: Sequence[str], environ: Mapping[str, str], seconds: float) -> None:
-        self._results, self._errors = (
-            os.fdopen(os.memfd_create(f"hvdkit-{name}"), "rb") for name in ("results", "stderr")
-        )
-        self.stages = stages
-        self._seconds, self._deadline = seconds, time.monotonic() + seconds
-        descriptor = self._results.fileno()
-        try:
-            self._process = subprocess.Popen(
-                [
-                    python,
-                    "-P",
-                    inside.__file__,
-                    str(descriptor),
-                    str(int(seconds) + 10),
-                    json.dumps(DISTRIBUTIONS),
-                    *stages,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors.fileno(),
-                pass_fds=(descriptor,),
-                env=dict(environ),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise HvdkitError(f"{python} cannot be started: {error.strerror}; reinstall the environment.") from error
-
-    def kill(self) -> None:
-        """End it now, with what it started."""
-        with suppress(ProcessLookupError):  # it has just ended
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def wait(self) -> tuple[list[dict[str, Any]], Failure | None]:
-        """Lines that it wrote, and its end when that was not the regular one."""
-        status = None
-        with suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        if status is None:
-            self.kill()
-        with self._results, self._errors:
-            written, errors = _all_of(self._results), _all_of(self._errors)
-        lines = [json.loads(line) for line in written.splitlines(keepends=True) if line.endswith("\n")]
-        finished = {line["stage"] for line in lines if "stage" in line}
-        complete = status == 0 and all(line["begin"] in finished for line in lines if "begin" in line) and lines
-        return lines, None if complete else self._end(status, errors)
-
-    def _end(self, status: int | None, errors: str) -> Failure:
-        detail = errors[-inside.MAX_DETAIL :].strip()
-        told = [line.strip() for line in detail.splitlines() if re.search(r"\w", line)]
-        last = f": {told[-1]}" if told else ""
-        if status is None:
-            return Failure("timeout", f"did not end within {self._seconds:g} s", detail)
-        if status < 0:
-            return Failure("signal", f"killed by {signal_name(-status)}{last}", detail)
-        return Failure("exit", f"the process ended with exit status {status}{last}", detail)
-
-
 def plain(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment without what makes a process part of a job: a probe is one plain process."""
     alone = {name: value for name, value in launchers.without_place(environ).items() if not _PART_OF_A_JOB.match(name)}
     return {**alone, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # a look must not take the whole memory of a shared GPU
 
 
-def run(
-    python: str, processes: Sequence[Sequence[str]], environ: Mapping[str, str], seconds: float
-) -> Iterator[dict[str, Any]]:
-    """What the stages of each process found, or their Failures; all processes run at the same time."""
-    started: list[Child] = []
-    try:
+def run(python: str, processes: Sequence[Sequence[str]], environ: Mapping[str, str], seconds: float) -> dict[str, Any]:
+    """What each stage of each process found, or its Failure; all processes run at the same time.
+
+    Args:
+        python: interpreter to start.
+        processes: the stages of each, in order.
+        environ: see ``plain``.
+        seconds: time that they may take, > 0.
+    """
+    outcomes: dict[str, Any] = {}
+    deadline = time.monotonic() + seconds
+    with ExitStack() as ended:
+        started = []
         for stages in processes:
-            started.append(Child(python, stages, plain(environ), seconds))
-        for child in started:
-            lines, end = child.wait()
-            outcomes = {
-                line["stage"]: Failure(**line["failure"]) if "failure" in line else line["value"]
-                for line in lines
-                if "stage" in line
-            }
-            if end is not None:
-                begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
-                outcomes[(*begun, child.stages[0])[0]] = end
-            yield outcomes
-    finally:
-        for child in started:
-            child.kill()
+            written, errors = (ended.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            command = [python, "-P", inside.__file__, str(written.fileno()), str(int(seconds) + 10)]
+            try:
+                child = subprocess.Popen(
+                    [*command, json.dumps(DISTRIBUTIONS), *stages], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=errors, pass_fds=(written.fileno(),), env=plain(environ), start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                why = f"{python} cannot be started: {error.strerror}; reinstall the environment."
+                raise HvdkitError(why) from error
+            ended.callback(_kill, child)
+            started.append((child, stages, written, errors))
+        for child, stages, written, errors in started:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+            status = child.returncode
+            _kill(child)
+            lines = [json.loads(line) for line in _all_of(written).splitlines(keepends=True) if line.endswith("\n")]
+            found = {line["stage"]: line for line in lines if "stage" in line}
+            for stage, line in found.items():
+                outcomes[stage] = Failure(**line["failure"]) if "failure" in line else line["value"]
+            begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in found]
+            if status != 0 or begun or not lines:
+                outcomes[(*begun, stages[0])[0]] = _end(status, _all_of(errors), seconds)
+    return outcomes
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a process now, with what it has started in its session."""
+    with suppress(ProcessLookupError):  # all have ended
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _all_of(file: IO[bytes]) -> str:
     file.seek(0)  # the child has moved it
     return file.read().decode(errors="replace")
+
+
+def _end(status: int | None, errors: str, seconds: float) -> Failure:
+    """Why a process did not end as it should; None: it did not end."""
+    detail = errors[-inside.MAX_DETAIL :].strip()
+    told = [line.strip() for line in detail.splitlines() if re.search(r"\w", line)]
+    last = f": {told[-1]}" if told else ""
+    if status is None:
+        return Failure("timeout", f"did not end within {seconds:g} s", detail)
+    if status < 0:
+        return Failure("signal", f"killed by {signal_name(-status)}{last}", detail)
+    return Failure("exit", f"the process ended with exit status {status}{last}", detail)
 
 
 def gather(
@@ -151,12 +119,10 @@ def gather(
         HvdkitError: the interpreter does not run.
     """
     environ = dict(os.environ if environ is None else environ)
-    (inventory,) = (one["inventory"] for one in run(python, [["inventory"]], environ, max(seconds, DEFAULT_SECONDS)))
+    inventory = run(python, [["inventory"]], environ, max(seconds, DEFAULT_SECONDS))["inventory"]
     if isinstance(inventory, Failure):
         raise HvdkitError(f"{python} cannot look at its packages ({inventory.message}); does it run at all?")
-    outcomes: dict[str, Any] = {}
-    for found in run(python, plan(inventory), environ, seconds):
-        outcomes |= found
+    outcomes = run(python, processes(inventory), environ, seconds)
     record, metadata = _notes(inventory["packages"]["horovod"]["location"])
     # Where the MPI of this environment is, on PATH or not; a record's directory can be relative to the prefix.
     prefix = Path(inventory["prefix"])
@@ -210,10 +176,10 @@ def gather(
     )
 
 
-def plan(inventory: Mapping[str, Any]) -> list[list[str]]:
+def processes(inventory: Mapping[str, Any]) -> list[list[str]]:
     """Stages for each child process: the slow ones first, nothing for what is not installed."""
     present = {name for name, package in inventory["packages"].items() if package["present"]}
-    processes = []
+    found = []
     for name in ("tensorflow", "torch"):
         stages = [name] if name in present else []
         if name in present and inventory["extensions"].get(name) is not None:
@@ -222,9 +188,9 @@ def plan(inventory: Mapping[str, Any]) -> list[list[str]]:
             stages += ["keras", "tensorflow.keras"] if name in present else ["keras"]
         if name in present:
             stages.append(f"{name}.devices")  # last, since a crash in it leaves nothing else unknown
-        processes.append(stages)
-    processes += [[name] for name in ("mpi4py", "horovod") if name in present]
-    return [stages for stages in processes if stages]
+        found.append(stages)
+    found += [[name] for name in ("mpi4py", "horovod") if name in present]
+    return [stages for stages in found if stages]
 
 
 def _notes(horovod: str | None) -> tuple[BuildRecord | None, dict[str, str]]:

@@ -9,7 +9,7 @@ import hvdkit
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import count_text
-from hvdkit.prepare.doctor.facts import CONTROLLERS, PACKAGES, DoctorFacts, Package
+from hvdkit.prepare.doctor.facts import CONTROLLERS, PACKAGES, DoctorFacts
 from hvdkit.prepare.doctor.finding import LEVELS, Found, has_errors, paragraphs
 from hvdkit.prepare.install.facts import TITLES
 
@@ -85,36 +85,29 @@ def page(facts: DoctorFacts, findings: Sequence[Found], width: int) -> Page:
 
 def components(facts: DoctorFacts) -> dict[str, Component]:
     """What a training is made of, by the name that users know it by."""
-    table = {PACKAGES[name]: _package(facts, facts.packages[name]) for name in (*TITLES, "keras")}
+    table = {PACKAGES[name]: _package(facts, name) for name in (*TITLES, "keras")}
     table["Horovod"] = _horovod(facts)
     table |= {name: _controller(facts, name) for name in CONTROLLERS}
     if facts.loaded_extensions():
         nccl = facts.built_with("NCCL")
         table["NCCL"] = Component("untested", None, "built in") if nccl else Component("not built")
-    mpi4py = facts.packages["mpi4py"]
-    if not mpi4py.present:
-        table["mpi4py"] = Component("missing")
-    elif mpi4py.failure:
-        table["mpi4py"] = Component("broken", mpi4py.installed_version, "its import fails")
-    else:
-        table["mpi4py"] = Component("working", mpi4py.version, f"on {facts.mpi4py_mpi}" if facts.mpi4py_mpi else "")
-    if not facts.mpi_launchers:
-        table["mpirun"] = Component("missing")
-    else:
-        first = facts.mpi_launchers[0]
+    table["mpi4py"] = _package(facts, "mpi4py")
+    table["mpirun"] = Component("missing")
+    for first in facts.mpi_launchers[:1]:
         where = first.path + ("" if first.first_on_path else " (not on PATH)")
         table["mpirun"] = Component("found", str(first), where)
     return table
 
 
-def _package(facts: DoctorFacts, package: Package) -> Component:
+def _package(facts: DoctorFacts, name: str) -> Component:
+    package, devices = facts.packages[name], facts.devices.get(name)
     if not package.present:
         return Component("missing")
     if package.failure:
         return Component("broken", package.distribution_version, "its import fails")
     if package.version is None:
         return Component("untested", package.distribution_version, "not imported, since another import failed")
-    detail, devices = "", facts.devices.get(package.name)
+    detail = f"on {facts.mpi4py_mpi}" if name == "mpi4py" and facts.mpi4py_mpi else ""
     if devices and devices.failure:
         detail = "its devices are unknown"
     elif devices:

@@ -20,6 +20,10 @@ OLD = "__"
 _MOVED = re.compile(r"__(\d+)_(\d+)__")
 """In new code: here stands the expression between these bytes, with what changes in it."""
 
+_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+_ONE_BLANK: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
+_NO_COMMENT = cst.TrailingWhitespace()
+
 
 class ScriptText:
     """One script.
@@ -154,8 +158,7 @@ class Edits(cst.CSTTransformer):
             more: Any = cst.Element(self._expression(code))
             if made.elements:  # a comment in front of the first one stays there
                 space = made.lbracket.whitespace_after
-                space = cst.SimpleWhitespace(" ") if space.empty else space
-                more = more.with_changes(comma=cst.Comma(whitespace_after=space))
+                more = more.with_changes(comma=cst.Comma(whitespace_after=_ONE_BLANK if space.empty else space))
                 made = made.with_changes(lbracket=cst.LeftSquareBracket())
             made = made.with_changes(elements=[more, *made.elements])
         for code in asked.get("change", ()):
@@ -176,39 +179,33 @@ class Edits(cst.CSTTransformer):
         given: list[cst.Arg | None] = [*call.args]
         for place, keyword, value in asked.get("rename", ()):
             old = call.args[place]
-            equal = old.equal if old.keyword else cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-            given[place] = old.with_changes(
-                keyword=cst.Name(keyword) if keyword else None,
-                equal=equal if keyword else cst.MaybeSentinel.DEFAULT,
-                value=old.value if value is None else self._expression(value),
-            )
+            made = old if value is None else old.with_changes(value=self._expression(value))
+            given[place] = _named(made, keyword, old.equal if old.keyword else _EQUAL)
         for place in asked.get("drop", ()):
             given[place] = None
         left = [one for one in given if one is not None]
-        if left and given[-1] is None and not getattr(getattr(_space(left[-1]), "first_line", None), "comment", None):
+        if left and given[-1] is None and not getattr(_space(left[-1]), "first_line", _NO_COMMENT).comment:
             left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         start = call.whitespace_before_args if left or asked.get("add") else cst.SimpleWhitespace("")
         for place, keyword, value in asked.get("add", ()):
-            made = cst.Arg(self._expression(value), cst.Name(keyword) if keyword else None,
-                           equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")) if keyword
-                           else cst.MaybeSentinel.DEFAULT)  # fmt: skip
+            new = _named(cst.Arg(self._expression(value)), keyword, _EQUAL)
             at = len(left) if place is None else sum(one is not None for one in given[:place])
             if at:
-                before, gap = left[at - 1], _space(left[at - 1])
-                made = made.with_changes(comma=before.comma, whitespace_after_arg=before.whitespace_after_arg)
-                after: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
-                lead = _space(left[at - 2]) if at > 1 else start
+                before, after = left[at - 1], _ONE_BLANK
+                gap, lead = _space(before), _space(left[at - 2]) if at > 1 else start
+                new = new.with_changes(comma=before.comma, whitespace_after_arg=before.whitespace_after_arg)
                 if at == len(left) and isinstance(gap, cst.ParenthesizedWhitespace) and isinstance(lead, type(gap)):
                     # One argument a line.
                     after = gap.with_changes(indent=lead.indent, last_line=lead.last_line)
-                    plain = gap.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
-                    made = made.with_changes(comma=cst.Comma(whitespace_after=plain))
+                    new = new.with_changes(
+                        comma=cst.Comma(whitespace_after=gap.with_changes(first_line=_NO_COMMENT, empty_lines=[]))
+                    )
                 left[at - 1] = before.with_changes(
                     comma=cst.Comma(whitespace_after=after), whitespace_after_arg=cst.SimpleWhitespace("")
                 )
             elif left:
-                made = made.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-            left.insert(at, made)
+                new = new.with_changes(comma=cst.Comma(whitespace_after=_ONE_BLANK))
+            left.insert(at, new)
         return call.with_changes(args=left, whitespace_before_args=start)
 
     # Statements -------------------------------------------------------------------------------------------------------
@@ -273,6 +270,13 @@ class _Filling(cst.CSTTransformer):
         if found is None or isinstance(found, (cst.Tuple, cst.GeneratorExp)):
             return found or updated_node
         return found.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+
+
+def _named(argument: cst.Arg, keyword: str, equal: Any) -> cst.Arg:
+    """An argument under another keyword, "" for none."""
+    return argument.with_changes(
+        keyword=cst.Name(keyword) if keyword else None, equal=equal if keyword else cst.MaybeSentinel.DEFAULT
+    )
 
 
 def _space(argument: cst.Arg) -> cst.BaseParenthesizableWhitespace:

@@ -473,6 +473,9 @@ ODD = [
     ("no argument is left", FIT, '"mse")', '"mse")\nmodel.compile(experimental_run_tf_function=False,)', """\
 -model.compile(experimental_run_tf_function=False,)
 +model.compile()""", ""),
+    ("the last line of arguments goes", FIT, '"mse")',
+     '"mse")\nmodel.compile(\n    loss="mse",  # l\n    metrics=[],\n    experimental_run_tf_function=False,  # no\n)',
+     "-    experimental_run_tf_function=False,  # no", ""),
     ("arrays in parentheses", FIT, "fit(x, y)", "fit((x),  # in\n    (y),  # out\n    (16), (2))", """\
 -model.fit((x),  # in
 -    (y),  # out

@@ -185,7 +185,10 @@ class Edits(cst.CSTTransformer):
             given[place] = None
         left = [one for one in given if one is not None]
         if left and given[-1] is None and not getattr(_space(left[-1]), "first_line", _NO_COMMENT).comment:
-            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            end, gap = call.args[-1].comma, _space(call.args[-1])
+            if isinstance(gap, cst.ParenthesizedWhitespace):
+                end = cst.Comma(whitespace_after=gap.with_changes(first_line=_NO_COMMENT))
+            left[-1] = left[-1].with_changes(comma=end)
         start = call.whitespace_before_args if left or asked.get("add") else cst.SimpleWhitespace("")
         for place, keyword, value in asked.get("add", ()):
             new = _named(cst.Arg(self._expression(value)), keyword, _EQUAL)

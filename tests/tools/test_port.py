@@ -727,4 +727,8 @@ def test_exit_status_and_misuse(script: Path, capfd: pytest.CaptureFixture[str])
     assert cli.run(["port", str(script)]) == 2
     error = capfd.readouterr().err
     assert "line 1, is not Python" in error and error.count("\n") == 1
+    for terms in (500, 700, 990, 4000):
+        script.write_text(HEAD + LOOP + f"x = {'+'.join('1' * terms)}\n")
+        assert cli.run(["port", str(script)]) == 2
+        assert "nests expressions too deeply" in capfd.readouterr().err
     assert cli.run(["port", str(script.with_name("absent.py"))]) == 2

@@ -31,17 +31,11 @@ class ScriptText:
     Attributes:
         content: as it was read, in its own encoding.
         tree: what ``check`` reads.
-        is_whole: LibCST, which makes the changes, gives the text back as it is; it drops form feeds in front of code.
     """
 
     def __init__(self, path: str, content: bytes, tree: ast.Module) -> None:
         self.path, self.content, self.tree = path, content, tree
         text, self.encoding = decoded(content)
-        try:
-            self.module = cst.parse_module(text)
-        except cst.ParserSyntaxError:  # what only Python's own parser knows
-            self.module = cst.Module([])
-        self.is_whole = self.module.code == text
         self._data = text.encode()
         self._starts = [0, *(end.end() for end in re.finditer(rb"\r\n|\r|\n", self._data))]
         self._blocks: dict[ast.AST, list[ast.stmt]] = {}
@@ -49,6 +43,19 @@ class ScriptText:
             for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
                 if isinstance(block, list):
                     self._blocks |= dict.fromkeys(block, block)
+
+    @cached_property
+    def module(self) -> cst.Module:
+        """What LibCST reads, which makes the changes."""
+        return cst.parse_module(self._data.decode())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether LibCST gives the text back as it is; it drops form feeds in front of code."""
+        try:
+            return self.module.code.encode() == self._data
+        except cst.ParserSyntaxError:  # what only Python's own parser knows
+            return False
 
     @cached_property
     def _nodes(self) -> dict[tuple[int, int], cst.CSTNode]:

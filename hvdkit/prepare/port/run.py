@@ -10,7 +10,7 @@ from textwrap import fill
 
 from hvdkit.common.units import count_text
 from hvdkit.prepare.check.report import check_script
-from hvdkit.prepare.check.source import Script
+from hvdkit.prepare.check.source import Script, too_deep
 from hvdkit.prepare.check.steps import UNDECIDED
 from hvdkit.prepare.port import from_ddp, from_horovod, from_single
 from hvdkit.prepare.port.edits import MISFITS, Edits, ScriptText
@@ -81,8 +81,15 @@ def _filled(text: str) -> str:
 
 
 def port(text: ScriptText) -> Ported:
-    """Write the eight steps into a script, as far as its text shows where they belong."""
-    plan, after = _planned(text)
+    """Write the eight steps into a script, as far as its text shows where they belong.
+
+    Raises:
+        InvalidArgumentError: it nests expressions more deeply than LibCST goes.
+    """
+    try:
+        plan, after = _planned(text)
+    except RecursionError as error:
+        raise too_deep(text.path) from error
     library = plan.case.library
     left = _moved(plan.left, text, after)
     found = check_script(Script(text.path, after.tree))
@@ -109,7 +116,7 @@ def _planned(text: ScriptText) -> tuple[PortPlan, ScriptText]:
         return plan, text
     try:
         if not text.is_whole:
-            odd = "form feeds in front of code, lines that end in CR alone, or syntax that LibCST does not read"
+            odd = "form feeds in front of code, lines that end in CR alone, or code that LibCST does not read"
             raise Unsure(1, f"it has {odd}", "write it otherwise first")
         _FROM[library](plan)
         plan.declare()

@@ -522,19 +522,6 @@ ODD = [
 -    print(('''a
 +    if world.is_root:
 +        print(('''a""", "shares its line"),
-    ("a decorated function", LOOP, LAST,
-     f"{LAST}@torch.no_grad()  # c\n# d\ndef f(a):\n\n    print(a,\n'b')\n\nf(1)\n", """\
--    print(a,
-+    if world.is_root:
-+        print(a,""", ""),
-    ("a text over lines", LOOP, LAST, f"{LAST}print('''a\n b''')\n", """\
--print('''a
-+if world.is_root:
-+    print('''a""", ""),
-    ("ends of lines that are none", LOOP, LAST, f"{LAST}print('\u2028')  # a\fb\n", """\
--print('\u2028')  # a\fb
-+if world.is_root:
-+    print('\u2028')  # a\fb""", ""),
     ("skip_synchronize", HOROVOD, TWO, """\
     with (  # (
           (optimizer).skip_synchronize()):  # now

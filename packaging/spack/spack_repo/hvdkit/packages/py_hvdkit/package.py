@@ -22,7 +22,7 @@ class PyHvdkit(PythonPackage):
     depends_on("python@3.11:", type=("build", "run"))
     depends_on("py-setuptools@77:80", type="build")
     depends_on("py-click@8.1:", type=("build", "run"))
-    depends_on("py-libcst@1.1:", type=("build", "run"))
+    depends_on("py-libcst@1.5:", type=("build", "run"))
     depends_on("py-msgspec@0.18:", type=("build", "run"))
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-rich@13:", type=("build", "run"))

@@ -100,6 +100,16 @@ def test_reports_travel_as_files_and_say_whether_the_job_can_train(tmp_path, cap
     assert "on rank 2 (b): init has not returned." in capsys.readouterr().err
 
 
+def test_a_rank_that_meets_no_other_says_why(monkeypatch, capsys):
+    """Rank 0 waits for it in vain."""
+    own = job()[1]
+    monkeypatch.setattr(ranks, "look", lambda _: own)
+    monkeypatch.setattr(ranks, "meet", lambda own: [replace(own, problem="no extension")])
+    assert ranks.examine_job(60.0, as_json=True, report_to=None) == 1
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "hvdkit doctor: rank 1 of 4 (a): no extension\n")
+
+
 def test_json_and_text_say_the_same():
     reports = job()[:3]
     found = examine(CHECKS, reports)

@@ -124,6 +124,8 @@ class JobReport(Document, frozen=True):
 def examine_job(timeout_s: float, *, as_json: bool, report_to: Path | None) -> int:
     """Meet the other ranks, and on rank 0 print what all see and what is wrong with it; the exit status.
 
+    A rank that meets no other prints why.
+
     Args:
         timeout_s: seconds until a rank that the others do not join ends.
         as_json: print one JSON object.
@@ -144,6 +146,8 @@ def examine_job(timeout_s: float, *, as_json: bool, report_to: Path | None) -> i
     if own.rank == 0:
         document = JobReport(not has_errors(found), tuple(found), tuple(reports))
         page(reports, found).print("json" if as_json else None, document)
+    elif len(reports) == 1:  # rank 0 does not hear of it
+        sys.stderr.write(f"hvdkit doctor: rank {own.rank} of {own.size} ({own.host}): {reports[0].problem}\n")
     return 1 if has_errors(found) else 0
 
 

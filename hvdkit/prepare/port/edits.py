@@ -129,12 +129,20 @@ class Edits(cst.CSTTransformer):
 
     Attributes:
         asked: of what node, how and with what, each once, in order: two calls of ``fit`` may ask for the same of their
-            data set. Of an expression "change" (new code, which says ``__`` for the old one); of a list "begin" (one
-            more element); of a call "rename" (argument's place, keyword, "" for none, and another value or None),
-            "drop" (place) and "add" (place or None for the end, keyword, value); of a statement code "before" it and
-            its comments, "first" of all that is before it, or "after" it; "swap" it for code, under its comments;
-            "remove" it, with the comments directly above it; "unwrap" the block of a ``with``; "guard" it by a
-            condition.
+            data set.
+
+    ::
+
+        expression  change            new code, in which ``__`` is the old one
+        list        begin             one more element, in front of all
+        call        rename            place of an argument, its keyword ("" for none), another value (or None)
+                    drop              place of an argument
+                    add               place (None: the end), keyword, value
+        statement   before, after     code above it and its comments, or below
+                    first             code above all that is "before"
+                    swap              code in its place, under its comments
+                    remove, unwrap    nothing in its place, without the comments directly above; the block of a ``with``
+                    guard             a condition around it
     """
 
     def __init__(self, text: ScriptText) -> None:

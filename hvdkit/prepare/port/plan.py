@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from libcst import CSTNode
+
 from hvdkit.prepare.check.calls import FunctionNode, arguments, method
 from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
@@ -61,7 +63,7 @@ class PortPlan:
         self.text = text
         self.case = JudgedCase(text.tree)
         self.edits = Edits(text)
-        self.src, self.moved = text.source, text.moved  # an expression's text as it was, and as it will be
+        self.src = text.source
         self.left: list[Left] = []
         self.notes: list[str] = []
         self.binding = ""
@@ -122,11 +124,19 @@ class PortPlan:
             return found if isinstance(found.targets[0], (ast.Name, ast.Attribute)) else None
         return None
 
-    def _ask(self, node: ast.expr | ast.stmt, how: str, what: object) -> None:
+    def _node(self, node: ast.expr | ast.stmt) -> CSTNode:
         found = self.text.node(node)
         if found is None:
             raise Unsure(node, "what it would become does not fit the text around it", "see docs/migrate.md")
-        self.edits.asked[found, how, what] = None
+        return found
+
+    def _ask(self, node: ast.expr | ast.stmt, how: str, what: object) -> None:
+        self.edits.asked[self._node(node), how, what] = None
+
+    def moved(self, node: ast.expr) -> str:
+        """What stands in new code for an expression, and for all that changes in it."""
+        self._node(node)
+        return self.text.moved(node)
 
     def change(self, node: ast.expr, code: str) -> None:
         """Put code in the place of an expression; ``__`` in it is the old one."""

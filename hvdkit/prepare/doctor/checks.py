@@ -29,6 +29,7 @@ _RANK_0 = (
 
 
 def _missing(facts: DoctorFacts) -> Iterator[Found]:
+    """There is no framework, or no Horovod."""
     if not any(facts.packages[name].present for name in TITLES):
         yield Found(
             "no-framework",
@@ -48,6 +49,7 @@ def _missing(facts: DoctorFacts) -> Iterator[Found]:
 
 
 def _import_fails(facts: DoctorFacts) -> Iterator[Found]:
+    """What is installed cannot be imported."""
     for name in (*TITLES, "keras", "horovod"):
         package = facts.packages[name]
         if package.failure is None:
@@ -150,6 +152,7 @@ def _same_version(built: str, installed: str) -> bool:
 
 
 def _extension_fails(facts: DoctorFacts) -> Iterator[Found]:
+    """Horovod's extension for a framework does not load, and drift is not why."""
     for name, extension in facts.extensions.items():
         failure = extension.failure
         if failure is None or _drifted(facts, name):
@@ -225,6 +228,7 @@ def _two_mpis(facts: DoctorFacts) -> Iterator[Found]:
 
 
 def _mpirun_of_another_mpi(facts: DoctorFacts) -> Iterator[Found]:
+    """The first ``mpirun`` on PATH is another MPI's than Horovod's, or mpi4py's."""
     horovod, first = facts.horovod_mpi(), next(iter(facts.mpi_launchers), None)
     library = horovod or facts.mpi4py_mpi
     if library is None or first is None or _fits(first, library):
@@ -299,6 +303,7 @@ def _counted(gpus: tuple[str, ...]) -> str:
 
 
 def _cores(facts: DoctorFacts) -> Iterator[Found]:
+    """One core for two threads, or more threads than cores."""
     host, value, threads = facts.host, facts.environ.get("OMP_NUM_THREADS"), threads_asked(facts.environ)
     cores = host.usable_cores
     if cores == 1 < host.cores:

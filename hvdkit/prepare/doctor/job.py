@@ -296,6 +296,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _start(reports: Reports) -> Iterator[Found]:
+    """Ranks that cannot start, or that have left no report."""
     problems = dict.fromkeys(report.problem for report in reports if report.problem)
     for problem in problems:
         failed = [report for report in reports if report.problem == problem]

@@ -91,7 +91,7 @@ def numbers(model: Any) -> dict[str, list[Any]]:
     return {name.replace("module.", ""): one.tolist() for name, one in model.state_dict().items()}
 
 
-@on_ranks("torch", n=(2, 3))
+@on_ranks("torch", n=2)
 def test_a_part_of_a_model_is_restored_and_the_rest_named(hk, world, everyone, tmp_path):
     import torch
 
@@ -249,6 +249,7 @@ def test_an_optimizer_whose_state_is_of_a_tensor_subclass(hk, world, everyone, t
         optimizer = hk.distribute(kind(model.parameters(), 1e-2), model)
         hk.broadcast_state(model, optimizer)
 
+        @torch.compiler.set_stance("force_eager")  # torchao compiles its steps, for a minute
         def train(model: Any = model, optimizer: Any = optimizer) -> None:
             for _ in range(2):
                 optimizer.zero_grad()

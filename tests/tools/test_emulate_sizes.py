@@ -159,24 +159,6 @@ def test_a_sweep_as_of_nccl_tests(capsys, words, expected):
     assert listed(sizes(capsys, *words.split())) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--begin 8", "--begin is given without --end"),
-        ("--end 8", "--end is given without --begin"),
-        ("--factor 2 --sizes 8", "--factor is for --begin"),
-        ("-b 16 -e 8", "--begin is 16 bytes and --end 8"),
-        ("-b 8 -e 8X", "expected bytes such as 8, 32K"),
-        ("-b 0 -e 8", "expected bytes such as 8, 32K"),
-        ("-b 8 -e 8 -f 1", "1 is not in the range"),
-        ("-b 8 -e 16 --sizes 8", "--sizes and --begin are given"),
-        ("-b 2 -e 8", "4 bytes"),
-    ],
-)
-def test_mistakes_in_a_sweep(capsys, words, said):
-    assert said in sizes(capsys, *words.split(), status=2)
-
-
 # Lists, trials
 
 
@@ -226,6 +208,15 @@ def test_a_reader_sees_sizes_order_and_trials(capsys):
         (["--sizes", "4", "--gap-ms", "-1"], "at least 0"),
         (["--sizes", "4", "--gap-ms", "nan"], "at least 0"),
         (["--model", "nets"], "MODULE:FACTORY"),
+        (["--begin", "8"], "--begin is given without --end"),
+        (["--end", "8"], "--end is given without --begin"),
+        (["--factor", "2", "--sizes", "8"], "--factor is for --begin"),
+        (["-b", "16", "-e", "8"], "--begin is 16 bytes and --end 8"),
+        (["-b", "8", "-e", "8X"], "expected bytes such as 8, 32K"),
+        (["-b", "0", "-e", "8"], "expected bytes such as 8, 32K"),
+        (["-b", "8", "-e", "8", "-f", "1"], "1 is not in the range"),
+        (["-b", "8", "-e", "16", "--sizes", "8"], "--sizes and --begin are given"),
+        (["-b", "2", "-e", "8"], "4 bytes"),
     ],
     ids=str,
 )

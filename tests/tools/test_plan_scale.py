@@ -205,11 +205,8 @@ def test_other_files_are_refused(capsys, option):
 
 def test_a_plot_is_drawn(capsys):
     pytest.importorskip("matplotlib")
-    for name in ("a.svg", "b.SVG", "c.pdf"):
-        assert predicted(*NET, *WORK, "--at", "2,8,64", "--plot", name) == 0
+    assert predicted(*NET, *WORK, "--at", "2,8,64", "--plot", "a.svg") == 0
     assert "<svg" in Path("a.svg").read_text()
-    assert Path("a.svg").read_bytes() == Path("b.SVG").read_bytes()
-    assert Path("c.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_a_plot_that_cannot_be_is_refused_before_the_files_are_read(capsys):

@@ -90,9 +90,7 @@ class CostModel:
         return max(1, 0 if known is None else known.ranks)
 
     def why_not(self, ranks: int) -> str | None:
-        """Why there is no number for so many ranks although their level is known; None where the model holds."""
-        if ranks > MOST_RANKS:
-            return f"The number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}."
+        """Why the model does not hold for so many ranks although their level is known; None where it does."""
         crowd = min(ranks, self.ppn)
         if self.cores is not None and crowd > max(self.cores, self.packed):
             return (

@@ -26,7 +26,7 @@ from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network
 from hvdkit.measure.plan.link import DRAWS, Link, estimated
 from hvdkit.measure.plan.network import CostModel
-from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, exchange, gradients, measured
+from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, PredictedExchange, exchange, gradients, measured
 from hvdkit.observe.lateness import Floats
 
 BACKWARD_SHARE = 2 / 3
@@ -144,7 +144,6 @@ def _row(model: CostModel, delays: Delays, work: Workload, n: int, rng: np.rando
     Raises:
         InvalidArgumentError: as ``CostModel.draws_s``.
     """
-
     known: dict[float, Floats] = {}
 
     def cost(draw: int, nbytes: float) -> float:
@@ -152,9 +151,12 @@ def _row(model: CostModel, delays: Delays, work: Workload, n: int, rng: np.rando
             known[nbytes] = model.draws_s(nbytes, n)
         return float(known[nbytes][draw])
 
-    exchanges = [
-        exchange(work.gradients, work.hiding_s, work.fusion, functools.partial(cost, draw)) for draw in range(1 + DRAWS)
-    ]
+    def exchanged(draw: int) -> PredictedExchange:
+        return exchange(work.gradients, work.hiding_s, work.fusion, functools.partial(cost, draw))
+
+    exchanges = [exchanged(0)]
+    alike = all(np.ptp(times) == 0 for times in known.values())  # of a network that was given
+    exchanges += DRAWS * exchanges if alike else map(exchanged, range(1, 1 + DRAWS))
     waits = delays.draws_s(n, rng)
     found = PredictionRow(
         n,

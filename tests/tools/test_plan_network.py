@@ -61,6 +61,12 @@ def test_what_disturbs_whole_sizes_widens_the_intervals():
     assert beta.low <= BETA <= beta.high and beta.high - beta.low > 0.03 * BETA
 
 
+def test_how_far_whole_sizes_are_off_the_formula_is_in_the_interval_of_a_new_one():
+    many = fitted(2, 3, 4, 5, 6, 8, noise=1e-4, spoil=lambda rng, times: times * np.exp(rng.normal(0, 0.2)))
+    predicted = many.allreduce_s(2**20, 4)
+    assert predicted.low < 0.85 * predicted.value and predicted.high > 1.15 * predicted.value
+
+
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_two_and_three_ranks_predict_four(nbytes):
     costs = fitted(2, 3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hvdkit
 from hvdkit.datasets import NAMES, Dataset, load
-from hvdkit.datasets.__main__ import datasets
+from hvdkit.datasets.__main__ import datasets, main
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 
 REPOSITORY = str(Path(hvdkit.__file__).parents[1])
@@ -28,16 +28,6 @@ def assert_contract(data: Dataset) -> None:
         assert labels.dtype == np.int64
         assert labels.shape == (len(images),)
         assert set(labels.tolist()) <= set(range(data.classes))
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hvdkit.datasets", *arguments],
-        env={**os.environ, "PYTHONPATH": REPOSITORY, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_digits_are_the_default_and_split_in_proportion_without_loss() -> None:
@@ -148,13 +138,21 @@ def test_command_describes_a_data_set() -> None:
         (["mnist"], 2, "train-images-idx3-ubyte"),
     ],
 )
-def test_command_says_a_mistake_in_one_line(tmp_path: Path, arguments: list[str], status: int, sentence: str) -> None:
-    done = command(*arguments, HVDKIT_DATA=str(tmp_path))
-    assert done.returncode == status
-    assert done.stdout == ""
-    assert done.stderr.startswith("hvdkit: ")
-    assert sentence in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_command_says_a_mistake_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    sentence: str,
+) -> None:
+    monkeypatch.setenv("HVDKIT_DATA", str(tmp_path))
+    assert main(arguments) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hvdkit: ")
+    assert sentence in err
+    assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 

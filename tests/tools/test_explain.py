@@ -51,7 +51,7 @@ from hvdkit.read.explain import explain, step_causes
 from hvdkit.read.explain.cli import LINES, lines
 from hvdkit.read.explain.results import Explanation, JobLaunch
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
-from hvdkit.read.timeline import causes as timeline_causes
+from hvdkit.read.timeline import summary as timeline_summary
 from hvdkit.steps import step_times
 
 SAYS = {
@@ -407,7 +407,7 @@ def timeline_says(monkeypatch, tmp_path):
     """A job of step times and a timeline, of which the tool for timelines finds what it is told to."""
 
     def say(job, *causes):
-        monkeypatch.setattr(timeline_causes, "causes", lambda _: list(causes))
+        monkeypatch.setattr(timeline_summary, "causes", lambda _: list(causes))
         job.write(tmp_path)
         (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
         return explain([tmp_path])

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 from timeline_files import ATPESC, allreduce, metadata, write
 
 from hvdkit.cli import run
@@ -60,20 +61,20 @@ HEALTHY = TimelineSummary(
 
 
 def steps(**changes):
-    return replace(HEALTHY, steps=replace(STEPS, **changes))
+    return changed(HEALTHY, steps=replace(STEPS, **changes))
 
 
 def batches(**changes):
-    return replace(HEALTHY, batches=replace(BATCHES, **changes))
+    return changed(HEALTHY, batches=replace(BATCHES, **changes))
 
 
 def late(*costs, last=25):
     ranks = [RankSkew(rank, last, every(1000.0), cost) for rank, cost in enumerate(costs)]
-    return replace(HEALTHY, skew=Skew(50, every(5000.0), ranks))
+    return changed(HEALTHY, skew=Skew(50, every(5000.0), ranks))
 
 
 def unmeasured(**changes):
-    return replace(steps(**changes), skew=None)
+    return changed(steps(**changes), skew=None)
 
 
 CASES = {
@@ -93,7 +94,7 @@ CASES = {
         "compression",
     ),
     "first-step": (steps(first=900_000.0), steps(first=260_000.0), "The first step", "Leave it out"),
-    "setup": (replace(HEALTHY, setup=4e6), replace(HEALTHY, setup=1e5), "NCCL is set up", "NCCL_SOCKET_IFNAME"),
+    "setup": (changed(HEALTHY, setup=4e6), changed(HEALTHY, setup=1e5), "NCCL is set up", "NCCL_SOCKET_IFNAME"),
 }
 
 
@@ -127,12 +128,12 @@ def test_without_a_cause_the_limits_are_said():
 
 @pytest.mark.parametrize("field", ["steps", "batches", "cycle", "skew"])
 def test_what_a_recording_lacks_is_no_cause(field):
-    assert worth(replace(HEALTHY, **{field: None})) == []
+    assert worth(changed(HEALTHY, **{field: None})) == []
 
 
 def test_time_is_weighed_and_not_how_often_a_rank_is_last():
     ranks = [RankSkew(0, 32, every(1.0), 100.0), RankSkew(1, 68, every(1.0), 13_000.0)]
-    (found,) = worth(replace(HEALTHY, skew=Skew(100, every(1.0), ranks)))
+    (found,) = worth(changed(HEALTHY, skew=Skew(100, every(1.0), ranks)))
     assert (found.kind, found.ranks) == ("late", (1,))
     assert found.lost_s == pytest.approx(0.013) and found.share == pytest.approx(0.13)
 
@@ -182,7 +183,7 @@ def test_an_old_horovod_that_counts_from_the_start_of_the_machine_is_read_from_t
 
 
 def test_the_fusion_buffer_is_named_where_it_is_the_reason():
-    one = replace(
+    one = changed(
         steps(bytes=100 << 20, communication=every(60_000.0)),
         batches=replace(BATCHES, fused=100, single=0, small=0, little=0, little_time=0.0, per_step=1.0),
     )
@@ -192,7 +193,7 @@ def test_the_fusion_buffer_is_named_where_it_is_the_reason():
 def test_names_with_braces_are_text():
     summary = steps(communication=every(60_000.0))
     tensors = [*HEALTHY.tensors, reductions(1.0, 2.0, "{0.__class__}", 8 << 20)]
-    (found,) = worth(replace(summary, tensors=tensors))
+    (found,) = worth(changed(summary, tensors=tensors))
     assert "80% of the bytes are {0.__class__}" in found.evidence
 
 

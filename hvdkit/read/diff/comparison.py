@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from hvdkit.common import files, intervals
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import change_text, duration_text, printable
 from hvdkit.errors import DataNotFoundError, InvalidArgumentError, require_scipy
-from hvdkit.read.diff import sides
-from hvdkit.read.diff.sides import Side, Timings
-from hvdkit.read.explain.sources import BENCH, EMULATE, LAUNCH, MONITOR, MPI, STEPS, TIMELINE, TRACE, find
+from hvdkit.read.diff.sides import READERS, Side, Timings
+from hvdkit.read.explain.sources import LAUNCH, find
 
-READERS: dict[str, Callable[[Path, Mapping[str, Sequence[Path]]], Side]] = {
-    STEPS: sides.of_steps,
-    MONITOR: lambda path, found: sides.of_monitor(path, found[MONITOR][0]),
-    TIMELINE: lambda path, found: sides.of_timeline(path, found[TIMELINE][0]),
-    TRACE: lambda path, found: sides.of_traces(path, found[TRACE]),
-    MPI: lambda path, found: sides.of_mpi(path, found[MPI]),
-    BENCH: lambda _, found: sides.of_bench(found[BENCH][0]),
-    EMULATE: lambda _, found: sides.of_emulation(found[EMULATE][0]),
-}
-"""How each kind is read; of directories that hold several the first kind that both have counts."""
 SIGNIFICANCE = 0.05
 """Share of false changes that is accepted among the parts, and among the details, that are called sure."""
 _EXPLAINS = 0.25
@@ -133,24 +122,24 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
             f"Two kinds do not compare: {printable(str(a))} ({held[0]}) and {printable(str(b))} ({held[1]}); give two "
             f"of one kind: {', '.join(READERS)}."
         )
-    first, second = (READERS[common[0]](path, one) for path, one in zip((a, b), found, strict=True))
+    first, second = (READERS[common[0]](sources) for sources in found)
     if not (first.whole.keys() & second.whole.keys() or first.details.keys() & second.details.keys()):
         names = [", ".join(list(side.whole or side.details)[:4]) for side in (first, second)]
         raise InvalidArgumentError(
             f"The two {common[0]} have nothing in common that can be compared: {printable(names[0])} in A and "
             f"{printable(names[1])} in B; give two that were recorded alike."
         )
-    whole = _whole(first.whole, second.whole)
-    parts = _tested("part", first.parts, second.parts, whole)
-    details = _tested("detail", first.details, second.details, whole)
+    whole = _changes("whole", first.whole, second.whole)
+    parts = _changes("part", first.parts, second.parts, stepped=bool(whole))
+    details = _changes("detail", first.details, second.details, stepped=bool(whole))
     gone = [name for name in first.whole if name in second.missing]
     notes = _differences(first, second) + list(dict.fromkeys((*first.notes, *second.notes)))
     if common[1:]:
         notes.append(f"Both hold more, of which name the files to compare them: {', '.join(common[1:])}.")
     return Difference(
         of=common[0],
-        a=ComparedSide(str(first.path), first.says),
-        b=ComparedSide(str(second.path), second.says),
+        a=ComparedSide(str(a), first.says),
+        b=ComparedSide(str(b), second.says),
         verdict=printable(_verdict(whole, parts, details)),
         changes=(*whole, *parts, *details),
         notes=tuple(notes),
@@ -158,63 +147,47 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
     )
 
 
-def _whole(a: Mapping[str, Timings], b: Mapping[str, Timings]) -> list[Change]:
-    """What both sides have as a whole, with the interval of its speed."""
-    rng = np.random.default_rng(0)
-    found = []
-    for name in a:
-        if name not in b:
-            continue
-        before, after = a[name].samples, b[name].samples
-        speed = None
-        if np.median(before) > 0 and np.median(after) > 0:
-            speed = intervals.ratio(before, after, rng)
-        sure = None
-        if speed is not None and speed.low is not None and speed.high is not None:
-            sure = not speed.low <= 1 <= speed.high
-        found.append(
-            Change(
-                name, "whole", intervals.median(before, rng), intervals.median(after, rng),
-                float(after.mean() * b[name].often - before.mean() * a[name].often), speed, sure,
-                calls_before=a[name].calls, calls_after=b[name].calls,
-            )
-        )  # fmt: skip
-    return found
+def _changes(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings], *, stepped: bool = True) -> list[Change]:
+    """What either side has of a level, or both of the whole; of parts and details the sure ones, and those that
+    explain most, first.
 
-
-def _tested(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings], whole: Sequence[Change]) -> list[Change]:
-    """Parts or details of either side, with one test each; the sure ones, and those that explain most, first."""
+    Without steps the recordings may differ in length: what both have counts as often as the second has it.
+    """
     from scipy.stats import false_discovery_control, mannwhitneyu
 
+    def median(times: Timings) -> Estimate | None:
+        return Estimate(float(np.median(times.samples))) if len(times.samples) else None
+
+    def cost(times: Timings, often: float) -> float:
+        return often * float(times.samples.sum()) / max(1, len(times.samples))
+
+    rng = np.random.default_rng(0)
     nothing = Timings(np.zeros(0))
-    changes, p_values = [], {}
-    for at, name in enumerate(dict.fromkeys([*a, *b])):
-        before, after = a.get(name, nothing), b.get(name, nothing)
-        often = before.often, after.often
-        if not whole and name in a and name in b:  # without steps the recordings may differ in length
-            often = after.often, after.often
-        costs = [
-            float(one.samples.mean()) * count if len(one.samples) else 0.0
-            for one, count in zip((before, after), often, strict=True)
-        ]
-        if min(len(before.samples), len(after.samples)) > 1:
-            p_value = float(mannwhitneyu(before.samples, after.samples).pvalue)
-            p_values[at] = 1.0 if np.isnan(p_value) else p_value
-        changes.append(
-            Change(
-                name, level, _median(before), _median(after), costs[1] - costs[0], calls_before=before.calls,
-                calls_after=after.calls,
-            )
-        )  # fmt: skip
+    found, p_values = list[Change](), list[float]()
+    for name in dict.fromkeys([*a, *b]):
+        before, after, both = a.get(name, nothing), b.get(name, nothing), name in a and name in b
+        speed, sure, p_value, medians = None, None, None, [median(before), median(after)]
+        if level == "whole" and not both:
+            continue
+        if level == "whole":
+            if min(np.median(before.samples), np.median(after.samples)) > 0:
+                speed = intervals.ratio(before.samples, after.samples, rng)
+                sure = None if speed.low is None or speed.high is None else not speed.low <= 1 <= speed.high
+            medians = [intervals.median(times.samples, rng) for times in (before, after)]
+        elif min(len(before.samples), len(after.samples)) > 1:
+            p_value = float(np.nan_to_num(mannwhitneyu(before.samples, after.samples).pvalue, nan=1.0))
+            p_values.append(p_value)
+        explains = cost(after, after.often) - cost(before, before.often if stepped or not both else after.often)
+        found.append(
+            Change(name, level, medians[0], medians[1], explains, speed, sure, p_value, before.calls, after.calls)
+        )
     if p_values:
-        corrected = false_discovery_control(list(p_values.values()), method="by")
-        for at, p_value in zip(p_values, corrected.tolist(), strict=True):
-            changes[at] = msgspec.structs.replace(changes[at], p_value=p_value, sure=p_value < SIGNIFICANCE)
-    return sorted(changes, key=lambda one: (one.sure is False, -abs(one.explains_s)))
-
-
-def _median(times: Timings) -> Estimate | None:
-    return Estimate(float(np.median(times.samples))) if len(times.samples) else None
+        corrected = iter(false_discovery_control(p_values, method="by").tolist())
+        found = [
+            change if change.p_value is None else replace(change, p_value=(p := next(corrected)), sure=p < SIGNIFICANCE)
+            for change in found
+        ]
+    return found if level == "whole" else sorted(found, key=lambda one: (one.sure is False, -abs(one.explains_s)))
 
 
 def _verdict(whole: Sequence[Change], parts: Sequence[Change], details: Sequence[Change]) -> str:

@@ -6,10 +6,11 @@ Of the results only what is compared is read here: the rooms that write them sta
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.observe import history, step_files
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.explain.results import JobLaunch
-from hvdkit.read.explain.sources import LAUNCH, STEPS
+from hvdkit.read.explain.sources import BENCH, EMULATE, LAUNCH, MONITOR, MPI, STEPS, TIMELINE, TRACE
 from hvdkit.read.explain.step_table import table
 from hvdkit.read.mpi_profile import measures as mpi_measures
 from hvdkit.read.mpi_profile import reading as mpi_reading
@@ -32,7 +33,7 @@ from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read as read_timeline
 from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
 from hvdkit.read.trace.reader import collect as collect_trace
-from hvdkit.read.trace.summary import by_name, files_of, one_rank, step_windows, window_of
+from hvdkit.read.trace.summary import by_name, one_rank, step_windows, window_of
 
 STEP = "step"
 _MONITORED = ("step", "input", "compute", "wait")
@@ -42,21 +43,18 @@ _LEFT_OUT = ("ranks", "repeats", "seed")
 _Measured = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
 _Head = Annotated[int, msgspec.Meta(ge=2, le=2)]
 T = TypeVar("T")
+Sources = Mapping[str, Sequence[Path]]
+"""Files by what they are (``explain.sources``)."""
 
 
-@dataclass(frozen=True)
-class Timings:
-    """How long one thing takes in a recording.
-
-    Attributes:
-        samples: seconds, one for each time that it was measured.
-        often: how many of them a step has; where there are no steps, how many there are in all.
-        calls: of a step (in all); None where a recording does not count them.
-    """
+class Timings(NamedTuple):
+    """How long one thing takes in a recording: seconds, one for each time that it was measured."""
 
     samples: Floats
     often: float = 1.0
+    """How many of them a step has; where there are no steps, how many there are in all."""
     calls: float | None = None
+    """Of a step (in all); None where a recording does not count them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Side:
     """One of two recordings.
 
     Attributes:
-        path: the file or directory.
         says: what is in it, a few words.
         whole: what a user waits for; the first line is about the last one that both sides have.
         parts: what that one consists of.
@@ -74,7 +71,6 @@ class Side:
         missing: names of ``whole`` that were to be measured and were not.
     """
 
-    path: Path
     says: str
     whole: Mapping[str, Timings]
     parts: Mapping[str, Timings] = field(default_factory=dict)
@@ -84,13 +80,14 @@ class Side:
     missing: tuple[str, ...] = ()
 
 
-def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
+def of_steps(sources: Sources) -> Side:
     """The times of the steps, and how the job was launched where that was recorded with them.
 
     Raises:
         DataError: a file that is not what a rank writes, or fewer than three steps.
     """
-    job = table(step_files.read(sources[STEPS][0].parent), path, least=3)
+    directory = sources[STEPS][0].parent
+    job = table(step_files.read(directory), directory, least=3)
     last = job.own.max(axis=0)
     parts = {"between steps": job.parts["between"].mean(axis=0), "input": job.parts["input"].mean(axis=0)}
     if job.ready:
@@ -102,7 +99,6 @@ def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
         how = json_files.read(launched[0], JobLaunch)
         settings |= {name: str(getattr(how, name)) for name in ("ranks", "launcher", "threads", "cores")} | how.settings
     return Side(
-        path,
         f"{count_text(min(job.recorded), 'step')} of {ranks_text(len(job.numbers))}",
         {STEP: Timings(last + job.exchange)},
         {name: Timings(samples) for name, samples in parts.items()},
@@ -111,12 +107,13 @@ def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
     )
 
 
-def of_monitor(path: Path, file: Path) -> Side:
+def of_monitor(sources: Sources) -> Side:
     """The windows of a monitor's ``metrics.jsonl``, without the first.
 
     Raises:
         DataError: it cannot be read, or has fewer than two windows with times.
     """
+    (file,) = sources[MONITOR]
     lines = history.read(file)
     windows = [
         {name: [value for value in line["ranks"].get(name, ()) if value is not None] for name in _MONITORED}
@@ -137,7 +134,6 @@ def of_monitor(path: Path, file: Path) -> Side:
     }
     sizes = [line["world_size"] for line in lines if isinstance(line.get("world_size"), int)]
     return Side(
-        path,
         f"{count_text(len(windows), 'window')} after the first, {ranks_text(sizes[-1]) if sizes else 'unknown ranks'}",
         {STEP: Timings(np.array([max(window["step"]) for window in windows]))},
         parts,
@@ -145,12 +141,13 @@ def of_monitor(path: Path, file: Path) -> Side:
     )
 
 
-def of_timeline(path: Path, file: Path) -> Side:
+def of_timeline(sources: Sources) -> Side:
     """Horovod's timeline: its steps, what they consist of, and each phase of each tensor.
 
     Raises:
         DataError: it cannot be read, or holds no complete operation.
     """
+    (file,) = sources[TIMELINE]
     found = timeline_columns.collect(read_timeline(file))
     if not len(found.tensor):
         raise CorruptDataError(
@@ -169,49 +166,42 @@ def of_timeline(path: Path, file: Path) -> Side:
         inner = [*nested[1:], np.zeros(len(since))]
         parts = {name: Timings((outer - one) * _US) for name, outer, one in zip(names, nested, inner, strict=True)}
         whole = {STEP: Timings(nested[0] * _US)}
+    phases = {}
+    for tensor, rows in zip(found.tensors, found.rows_by_tensor(), strict=True):
+        name = tensor.name if tensor.kind in REDUCTIONS else f"{tensor.kind.lower()} {tensor.name}"
+        for phase, samples in zip(GROUPS, found.durations[rows[1:]].T.astype(np.float64), strict=True):
+            if len(known := samples[~np.isnan(samples)] * _US):  # without the first operation, which sets up
+                often = len(known) / (steps if steps > 1 else 1)
+                phases[f"{phase} of {name}"] = Timings(known, often, often)
     sums = np.bincount(numbers[in_steps], found.bytes[in_steps]) if in_steps.any() else np.array([np.nan])
     size = "unknown" if np.isnan(sums).all() else bytes_text(float(np.nanmedian(sums)))
     reduced = len(np.unique(found.tensor[in_steps]))
     tensors = f"{count_text(reduced, 'tensor')} of {size} a step" if reduced else "no steps"
-    notes = () if steps > 1 else (f"No steps are found in {printable(path.name)}: no tensor is reduced three times.",)
+    notes = () if steps > 1 else (f"No steps are found in {printable(file.name)}: no tensor is reduced three times.",)
     return Side(
-        path,
         f"{count_text(len(found.tensor), 'operation')}, {tensors}",
         whole,
         parts,
-        _phases(found, steps if steps > 1 else None),
+        phases,
         {"ranks": str(found.ranks or "unknown"), "tensors": tensors},
         (*notes, "Tensors of one fused exchange each carry all of its time: their phases do not add up."),
     )
 
 
-def _phases(found: timeline_columns.TimelineColumns, steps: int | None) -> dict[str, Timings]:
-    """The phases of each tensor, without its first operation, which sets up and compiles."""
-    named = {}
-    for tensor, rows in zip(found.tensors, found.rows_by_tensor(), strict=True):
-        name = tensor.name if tensor.kind in REDUCTIONS else f"{tensor.kind.lower()} {tensor.name}"
-        for number, phase in enumerate(GROUPS):
-            samples = found.durations[rows[1:], number].astype(np.float64) * _US
-            samples = samples[~np.isnan(samples)]
-            if len(samples):
-                often = len(samples) / (steps or 1)
-                named[f"{phase} of {name}"] = Timings(samples, often, often)
-    return named
-
-
-def of_traces(path: Path, traces: Sequence[Path]) -> Side:
+def of_traces(sources: Sources) -> Side:
     """A trace of PyTorch's profiler, of several ranks that of the first: its steps, their parts and operators.
 
     Raises:
         DataError: it is no whole trace.
     """
-    traces = files_of(list(traces))
+    traces = sources[TRACE]
     columns = collect_trace(traces[0])
     rank = one_rank(columns)
     windows = [(start, end) for _, start, end in step_windows(columns)] or [window_of(columns)]
     notes = []
     if len(traces) > 1:
-        notes.append(f"Of {len(traces)} traces in {printable(str(path))}, {traces[0].name} is compared; name another.")
+        where = printable(str(traces[0].parent))
+        notes.append(f"Of {len(traces)} traces in {where}, {traces[0].name} is compared; name another.")
     if rank.steps:
         rows = [(one.duration, one.computation, one.exposed, one.data) for one in rank.steps]
     else:
@@ -220,7 +210,6 @@ def of_traces(path: Path, traces: Sequence[Path]) -> Side:
     step, *parts = np.array(rows).T / 1e3
     names = ("computation", "exposed communication", "data loading")
     return Side(
-        path,
         f"{count_text(len(rank.steps), 'step')}, {count_text(rank.events, 'event')} of {traces[0].name}",
         {STEP if rank.steps else "whole trace": Timings(step)},
         {name: Timings(part) for name, part in zip(names, parts, strict=True)},
@@ -233,13 +222,13 @@ def of_traces(path: Path, traces: Sequence[Path]) -> Side:
     )
 
 
-def of_mpi(path: Path, profiles: Sequence[Path]) -> Side:
+def of_mpi(sources: Sources) -> Side:
     """An MPI profile: the job, what its calls were for, and each routine; medians over the ranks.
 
     Raises:
         DataError: a profile cannot be used.
     """
-    profile = mpi_reading.read(profiles)
+    profile = mpi_reading.read(sources[MPI])
     seconds = [rank.seconds for rank in profile.ranks if rank.seconds]
     whole = {"time in MPI": _median([rank.mpi_seconds for rank in profile.ranks])}
     if seconds:
@@ -252,14 +241,13 @@ def of_mpi(path: Path, profiles: Sequence[Path]) -> Side:
             sums = [mpi_measures.total(rank.of(purpose, routine)) for rank in profile.ranks]
             details[f"{routine}, {purpose}"] = _median((of.seconds for of in sums), (of.calls for of in sums))
     return Side(
-        path,
         f"{len(profile.ranks)} of {ranks_text(profile.size)}, recorded by {profile.source}",
         whole,
         parts,
         details,
         {"ranks": str(profile.size), "recorder": profile.source, "MPI": profile.library or "unknown"},
         (
-            *([f"{printable(path.name)}: {profile.missing_text}"] if profile.missing else ()),
+            *([f"{printable(str(sources[MPI][0]))}: {profile.missing_text}"] if profile.missing else ()),
             "Of a job that runs longer, compare shares rather than sums.",
         ),
     )
@@ -292,36 +280,34 @@ class _Bench(msgspec.Struct):
     jobs: list[_Job]
 
 
-def of_bench(path: Path) -> Side:
+def of_bench(sources: Sources) -> Side:
     """Seconds of a step (weak scaling) or of all the work (strong scaling), at each number of ranks.
 
     Raises:
         DataError: it is no file of ``hvdkit bench scaling``, or no job in it counts.
     """
+    path = sources[BENCH][0]
     found = _read(path, _Bench, "hvdkit bench scaling")
     jobs = [job for job in found.jobs if job.failure is None]
-    stepped = bool(jobs) and all(job.steps is not None for job in jobs)
+    stepped = all(job.steps is not None for job in jobs)
     weak = found.asked.get("mode") == "weak"
     name = f"{'step' if weak else 'work'}{'' if stepped else ' (closing line)'} on"
-    samples: dict[int, list[float]] = {}
-    parts: dict[str, list[float | None]] = {}
+    samples, parts = defaultdict(list), defaultdict(list)
     for job in jobs:
-        if not stepped or job.steps is None:
-            taken = job.closing_s
-        else:
+        taken = job.closing_s
+        if stepped and job.steps is not None:
             count = 1 if weak else job.steps.count
             taken = job.steps.step_s * count
             for part, seconds in job.steps.parts.items() if job.ranks == max(one.ranks for one in jobs) else ():
-                parts.setdefault(part, []).append(None if seconds is None else seconds * count)
+                parts[part].append(np.nan if seconds is None else seconds * count)
         if taken:
-            samples.setdefault(job.ranks, []).append(taken)
+            samples[job.ranks].append(taken)
     if not samples:
         raise DataError(f"{printable(str(path))} holds no job that counts; measure it again.")
     return Side(
-        path,
         f"{sum(map(len, samples.values()))} jobs on {', '.join(map(str, sorted(samples)))} ranks",
         {f"{name} {ranks_text(n)}": Timings(np.array(samples[n])) for n in sorted(samples)},
-        {part: Timings(np.array(seconds, float)) for part, seconds in parts.items() if None not in seconds},
+        {part: Timings(np.array(seconds)) for part, seconds in parts.items() if not np.isnan(seconds).any()},
         settings=dict(_flat({key: value for key, value in found.asked.items() if key not in _LEFT_OUT}))
         | dict(_flat(found.environment)),
         missing=tuple(
@@ -357,12 +343,13 @@ class _Emulated(msgspec.Struct):
     samples: list[_Sample]
 
 
-def of_emulation(path: Path) -> Side:
+def of_emulation(sources: Sources) -> Side:
     """The delay of the slowest rank, size by size, and of whole steps with the wait for the last rank apart.
 
     Raises:
         DataError: it is no file of ``hvdkit emulate``, or holds no sample.
     """
+    path = sources[EMULATE][0]
     found = _read(path, _Emulated, "hvdkit emulate")
     if not found.samples:
         raise DataError(f"{printable(str(path))} holds no sample; measure it again.")
@@ -391,7 +378,6 @@ def of_emulation(path: Path) -> Side:
     gaps = sum(collective.gap_s for collective in found.plan.collectives)
     types = ", ".join(sorted({collective.dtype for collective in found.plan.collectives}))
     return Side(
-        path,
         f"{len(found.samples)} collectives in {len(counts)} trials",
         whole,
         parts,
@@ -421,3 +407,15 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, " ".join(map(str, value))
         else:
             yield name, "none" if value is None else str(value)
+
+
+READERS = {
+    STEPS: of_steps,
+    MONITOR: of_monitor,
+    TIMELINE: of_timeline,
+    TRACE: of_traces,
+    MPI: of_mpi,
+    BENCH: of_bench,
+    EMULATE: of_emulation,
+}
+"""How each kind is read; of directories that hold several the first kind that both have counts."""

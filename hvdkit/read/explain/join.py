@@ -74,7 +74,6 @@ class _Joined:
 
     def of_timeline(self, paths: list[Path]) -> tuple[list[Cause], str]:
         """What Horovod's timeline says, by the clock of the steps where there are any."""
-        from hvdkit.read.timeline.causes import causes
         from hvdkit.read.timeline.columns import collect
         from hvdkit.read.timeline.reader import read
         from hvdkit.read.timeline.summary import summarize
@@ -84,14 +83,14 @@ class _Joined:
         summary = summarize(recording, columns)
         if not summary.operations:
             raise DataError(f"{paths[0]} holds no operation of Horovod.")
-        found, exact = causes(summary), None
+        exact = None
         if self._steps is not None and self._steps.waits is not None and summary.start_time_since_epoch is not None:
             exact = exchange.causes(columns, summary.start_time_since_epoch, self._steps.waits, paths[0])
         if exact is not None:
             self._settled |= exchange.KINDS
             self._causes += exact
             self._split_exchange(sum(cause.lost_s for cause in exact))
-        return found, f"{summary.operations} operations"
+        return list(summary.causes), f"{summary.operations} operations"
 
     def _split_exchange(self, explained_s: float) -> None:
         """What a timeline explains of the exchange is no longer said of the whole of it."""

@@ -3,12 +3,9 @@
 ::
 
     from hvdkit.read import timeline
-    from hvdkit.read.causes import by_cost
-    from hvdkit.read.timeline.causes import causes
-
     for operation in timeline.read("timeline.json"):
         print(operation.tensor, operation.kind, operation.bytes)
-    for cause in by_cost(causes(timeline.summarize("timeline.json"))):
+    for cause in timeline.summarize("timeline.json").causes:
         print(cause.sentence(), cause.advice)
 
 What each module is for: ``model`` one operation and its phases, ``reader`` file to operations as a stream, ``columns``,

@@ -10,16 +10,15 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.files import replacing
-from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, number_text, share_text, shortened
 from hvdkit.errors import DataError
-from hvdkit.read.causes import Cause, by_cost, verdict
-from hvdkit.read.timeline.causes import causes, otherwise
+from hvdkit.read.causes import verdict
+from hvdkit.read.timeline.causes import otherwise
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read
-from hvdkit.read.timeline.results import Batches, Skew, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import NO_SKEW, Batches, Skew, Steps, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 SUBCOMMANDS = {
@@ -79,7 +78,7 @@ def summary(file: Path, top: int, form: str | None, since: float | None, until: 
             f"no operation began in that part of {str(file)!r}, whose operations end at {whole.until / 1e6:.6g} s; "
             "choose others for --since and --until."
         )
-    page(found, top).print(form, found_as(found))
+    page(found, top).print(form, found)
     return 0
 
 
@@ -113,45 +112,11 @@ def report(file: Path, output: Path, **shown: Any) -> int:
 
 
 _NAME = 40
-NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
-"""What is said about ranks where nothing in the recording says which one was late."""
-
-
-_TIMES = (
-    "origin since until duration communication setup idle first first_setup negotiation late cost spread "
-    "little_time cycle phases start_time_since_epoch"
-)
-"""Names of the fields that are microseconds."""
-
-
-class SummaryFound(Document, frozen=True):
-    """Where the time of a recording went; seconds, bytes, and bytes per second.
-
-    Attributes:
-        found: the summary.
-        skew_note: how to get the skew of ranks where there is none.
-        causes: what costs time in it, the one that costs the largest share first.
-    """
-
-    kind = "timeline-summary"
-    schema = 5
-    written_by = "hvdkit timeline summary --json"
-    times = frozenset(_TIMES.split())
-    unit_s = 1e-6
-
-    found: TimelineSummary
-    skew_note: str | None
-    causes: tuple[Cause, ...]
-
-
-def found_as(summary: TimelineSummary) -> SummaryFound:
-    """The summary for a program."""
-    return SummaryFound(summary, NO_SKEW if summary.skew is None else None, tuple(by_cost(causes(summary))))
 
 
 def page(summary: TimelineSummary, top: int) -> Page:
     """The summary for people, the verdict first, with so many tensors."""
-    found: list[Table | str] = [*verdict(causes(summary), otherwise(summary)), ""]
+    found: list[Table | str] = [*verdict(summary.causes, otherwise(summary)), ""]
     found += [f"{label:<16}{text}" for label, text in lines(summary)]
     if top:
         found.append(tensor_table(summary.tensors[:top], len(summary.tensors)))

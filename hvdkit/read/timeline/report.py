@@ -22,8 +22,7 @@ import numpy as np
 import hvdkit
 from hvdkit.common.units import printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
-from hvdkit.read.causes import by_cost
-from hvdkit.read.timeline.causes import causes, otherwise
+from hvdkit.read.timeline.causes import otherwise
 from hvdkit.read.timeline.cli import lines, tensor_table
 from hvdkit.read.timeline.columns import collect
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
@@ -110,7 +109,7 @@ def render_report(
         otherwise=otherwise(summary),
         findings=[
             {"sentence": printable(f"{one.sentence()} Seen: {one.evidence}."), "advice": printable(one.advice)}
-            for one in by_cost(causes(summary))
+            for one in summary.causes
         ],
         steps=steps > 0,
         step_bands="" if steps <= _POINTS else str(math.ceil(steps / _POINTS)),

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdkit.common.json_files import Document
 from hvdkit.observe.lateness import Floats
+from hvdkit.read.causes import Cause
 from hvdkit.read.timeline.measures import Distribution
 
 TOGETHER = 100.0
@@ -130,9 +132,17 @@ class Skew:
     ranks: list[RankSkew]
 
 
-@dataclass(frozen=True)
-class TimelineSummary:
-    """What a recording says.
+NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
+"""What is said about ranks where nothing in the recording says which one was late."""
+_TIMES = (
+    "origin since until duration communication setup idle first first_setup negotiation late cost spread "
+    "little_time cycle phases start_time_since_epoch"
+)
+"""Names of the fields that are microseconds."""
+
+
+class TimelineSummary(Document, frozen=True):
+    """Where the time of a recording went; seconds, bytes, and bytes per second.
 
     Attributes:
         path: the file.
@@ -150,7 +160,15 @@ class TimelineSummary:
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.
         dropped: reason to number of events that could not be used.
+        skew_note: how to get the skew of ranks where there is none.
+        causes: what costs time in it, the one that costs the largest share first.
     """
+
+    kind = "timeline-summary"
+    schema = 5
+    written_by = "hvdkit timeline summary --json"
+    times = frozenset(_TIMES.split())
+    unit_s = 1e-6
 
     path: str
     start_time_since_epoch: int | None
@@ -170,3 +188,5 @@ class TimelineSummary:
     cycle: Distribution | None
     skew: Skew | None
     dropped: dict[str, int]
+    skew_note: str | None = None
+    causes: tuple[Cause, ...] = ()

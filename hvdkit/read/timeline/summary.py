@@ -6,18 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from hvdkit.common.allreduce import CYCLE_S
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
+from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import measures
+from hvdkit.read.timeline.causes import causes
 from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect, exchanges
 from hvdkit.read.timeline.measures import distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import (
+    NO_SKEW,
     TOGETHER,
     Batches,
     RankSkew,
@@ -71,7 +75,8 @@ def summarize(
         for tensor, rows in zip(columns.tensors, columns.rows_by_tensor(), strict=True)
         if len(rows)
     ]
-    return TimelineSummary(
+    skew = _skew(columns, _costs(columns, numbers, in_steps, usual_cycle))
+    found = TimelineSummary(
         path=str(recording.path),
         start_time_since_epoch=recording.start_time_since_epoch,
         origin=columns.origin,
@@ -88,9 +93,11 @@ def summarize(
         tensors=sorted(tensors, key=lambda tensor: -tensor.phases["whole"].total),
         batches=_batches(columns, steps),
         cycle=cycle,
-        skew=_skew(columns, _costs(columns, numbers, in_steps, usual_cycle)),
+        skew=skew,
         dropped={reason: count for reason, count in columns.dropped.items() if count},
+        skew_note=NO_SKEW if skew is None else None,
     )
+    return structs.replace(found, causes=tuple(by_cost(causes(found))))
 
 
 def nothing_in(path: Path, summary: TimelineSummary) -> CorruptDataError:

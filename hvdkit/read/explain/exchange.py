@@ -6,7 +6,6 @@ takes it up: of these two tools each sees half.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +51,62 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
         return None
     ends = np.sort(columns.end)
     last = np.maximum(ready, ends[np.maximum(np.searchsorted(ends, ended, side="right") - 1, 0)])
-    moved = covered(union(*columns.exchange.T), ready, last)
     rows = (columns.begin >= begun[0]) & (columns.begin < ended[-1])
-    step = float((ended - begun).mean())
-    found, left = _gathered_and_numbers(columns, np.flatnonzero(rows), np.stack([begun, ready, last]), step, place.name)
-    found += _named(columns, rows, left * moved, left * (last - ready - moved), step, place.name)
+    count, step, anew = len(begun), float((ended - begun).mean()), _anew(columns, rows)
     factor = _without_recording(steps, inside, ended - ready)
     whole = float(np.median(steps[:, 2] - steps[:, 0])) / float(np.median(ended - begun))
-    return [replace(one, lost_s=factor * one.lost_s, share=factor * one.share / whole) for one in found]
+    found: list[Cause] = []
+
+    def add(kind: str, lost: float, said: tuple[str, str], seen: str) -> None:
+        what, advice = said
+        evidence = f"{place.name}: {seen}"
+        found.append(Cause(kind, factor * lost / 1e6, factor * lost / step / whole, what, evidence, advice))
+
+    # Sparse gradients, which are gathered, and numbers that are averaged one by one after the gradients: each moment
+    # after the last rank was ready is on account of the operation that ends next.
+    order = np.flatnonzero(rows)[np.argsort(columns.end[rows], kind="stable")]
+    at = np.clip(np.searchsorted(begun, columns.begin[order], side="right") - 1, 0, count - 1)
+    before = np.concatenate([[-np.inf], columns.end[order][:-1]])
+    spent = np.maximum(0.0, np.minimum(columns.end[order], last[at]) - np.maximum(before, ready[at]))
+    gathered = np.array([tensor.kind == "ALLGATHER" for tensor in columns.tensors])[columns.tensor[order]]
+    numbers = ~gathered & (columns.bytes[order] <= NUMBER_BYTES) & (columns.begin[order] >= ready[at])
+    numbers &= columns.begin[order] >= before  # one after the other: gradients are announced together
+    left = 1.0
+    for kind, chosen in (("sparse", gathered), ("metrics", numbers)):
+        lost = float(spent[chosen].sum()) / count
+        if lost < _LEAST * step or (kind == "metrics" and anew):
+            continue
+        left = max(0.0, left - count * lost / (float((last - ready).sum()) or 1.0))
+        name = columns.tensors[int(columns.tensor[order[chosen]][int(spent[chosen].argmax())])].name
+        each = f"{chosen.sum() / count:.3g} times per step"
+        what, advice = SENTENCES[kind]
+        seen = f"{each}, such as {shortened(name, 40)}; {duration_text(lost)} of a step after its last rank was ready."
+        add(kind, lost, (what.format(each=each), advice), seen)
+
+    # What is left of the time after the last rank was ready: data moves, or ranks wait for Horovod to move it.
+    moved = left * float(covered(union(*columns.exchange.T), ready, last).mean())
+    waiting = left * float((last - ready).mean()) - moved
+    every = exchanges(columns, rows)
+    little, times = every.little, every.times
+    many = float(little.sum()) / count
+    large = moved * float(times[~little].sum() / (times.sum() or 1.0))
+    small = moved - large
+    if many >= _MANY:
+        small, waiting = (small, waiting) if anew else (small + waiting, 0.0)
+        if small >= _LEAST * step:
+            seen = (
+                f"{many:.0f} exchanges of at most 64 KB in a step; {duration_text(small)} of them after its last rank "
+            )
+            add("small-tensors", small, many_small(many), f"{seen}was ready.")
+    if waiting >= max(_LEAST_WAIT * step, _LEAST_WAIT_US):
+        seen = f"{duration_text(waiting)} of a step after its last rank was ready, and no data moves yet."
+        add("negotiation", waiting, SENTENCES[anew or "cycle"], seen)
+    if large >= _LEAST * step:
+        what = f"Large tensors are reduced{_largest(columns, rows)}, and the backward pass does not hide it."
+        size = bytes_text(float(np.nansum(every.bytes[~little])) / count)
+        seen = f"{size} in a step; {duration_text(large)} of them after its last rank was ready."
+        add("large-tensors", large, (what, SENTENCES["large-tensors"][1]), seen)
+    return found
 
 
 def _without_recording(steps: Floats, inside: NDArray[np.bool_], waited: Floats) -> float:
@@ -77,76 +124,6 @@ def _without_recording(steps: Floats, inside: NDArray[np.bool_], waited: Floats)
     return float(np.clip(usual[0] / usual[1], 0.1, 3.0))
 
 
-def _gathered_and_numbers(
-    columns: TimelineColumns, rows: NDArray[np.intp], steps: Floats, step: float, where: str
-) -> tuple[list[Cause], float]:
-    """Sparse gradients, which are gathered, and numbers that are averaged one by one after the gradients.
-
-    Each moment after the last rank was ready is on account of the operation that ends next.
-
-    Args:
-        rows: which operations count.
-        steps: (3, steps), when each began, when its last rank was ready and when its last operation ended.
-    Returns:
-        The causes, and the part of that time that they leave.
-    """
-    begun, ready, last = steps
-    rows = rows[np.argsort(columns.end[rows], kind="stable")]
-    at = np.clip(np.searchsorted(begun, columns.begin[rows], side="right") - 1, 0, len(begun) - 1)
-    before = np.concatenate([[-np.inf], columns.end[rows][:-1]])
-    spent = np.maximum(0.0, np.minimum(columns.end[rows], last[at]) - np.maximum(before, ready[at]))
-    gathered = np.array([tensor.kind == "ALLGATHER" for tensor in columns.tensors])[columns.tensor[rows]]
-    numbers = ~gathered & (columns.bytes[rows] <= NUMBER_BYTES) & (columns.begin[rows] >= ready[at])
-    numbers &= columns.begin[rows] >= before  # one after the other: gradients are announced together
-    whole, count = float((last - ready).sum()) or 1.0, len(begun)
-    found, left = [], 1.0
-    for kind, chosen in (("sparse", gathered), ("metrics", numbers)):
-        lost = float(spent[chosen].sum()) / count
-        if lost < _LEAST * step or (kind == "metrics" and _anew(columns, np.isin(np.arange(len(columns.begin)), rows))):
-            continue
-        left -= count * lost / whole
-        names = columns.tensors[int(columns.tensor[rows[chosen]][int(spent[chosen].argmax())])].name
-        each = f"{chosen.sum() / count:.3g} times per step"
-        what, advice = SENTENCES[kind]
-        seen = f"{where}: {each}, such as {shortened(names, 40)}; {duration_text(lost)} of a step after its last rank "
-        found.append(Cause(kind, lost / 1e6, lost / step, what.format(each=each), f"{seen}was ready.", advice))
-    return found, max(0.0, left)
-
-
-def _named(
-    columns: TimelineColumns, rows: NDArray[np.bool_], moved: Floats, waited: Floats, step: float, where: str
-) -> list[Cause]:
-    """Microseconds of each step in which data moved, and in which ranks waited for Horovod to move it, to causes."""
-    every, count = exchanges(columns, rows), len(moved)
-    little, times = every.little, every.times
-    many = float(little.sum()) / count
-    large = float(moved.mean() * times[~little].sum() / (times.sum() or 1.0))
-    small, waiting = float(moved.mean()) - large, float(waited.mean())
-    anew = _anew(columns, rows)
-    found = []
-    if many >= _MANY:
-        small, waiting = (small, waiting) if anew else (small + waiting, 0.0)
-        if small >= _LEAST * step:
-            what, advice = many_small(many)
-            seen = f"{where}: {many:.0f} exchanges of at most 64 KB in a step; {duration_text(small)} of them after "
-            found.append(
-                Cause("small-tensors", small / 1e6, small / step, what, f"{seen}its last rank was ready.", advice)
-            )
-    if waiting >= max(_LEAST_WAIT * step, _LEAST_WAIT_US):
-        found.append(_waiting(waiting, step, anew, where))
-    if large >= _LEAST * step:
-        size = float(np.nansum(every.bytes[~little])) / count
-        found.append(
-            Cause(
-                "large-tensors", large / 1e6, large / step,
-                f"Large tensors are reduced{_largest(columns, rows)}, and the backward pass does not hide it.",
-                f"{where}: {bytes_text(size)} in a step; {duration_text(large)} of them after its last rank was ready.",
-                SENTENCES["large-tensors"][1],
-            )
-        )  # fmt: skip
-    return found
-
-
 def _largest(columns: TimelineColumns, rows: NDArray[np.bool_]) -> str:
     """The tensor that is most of the bytes, in brackets; "" where none is."""
     known = rows & ~np.isnan(columns.bytes)
@@ -162,10 +139,3 @@ def _anew(columns: TimelineColumns, rows: NDArray[np.bool_]) -> str:
     if (counts == 1).sum() >= _ANEW * rows.sum():
         return "names"
     return "cache" if outside_cache(float(columns.missed[rows].mean()), int((counts > 0).sum())) else ""
-
-
-def _waiting(waiting: float, step: float, anew: str, where: str) -> Cause:
-    """Microseconds of a step in which ranks wait for Horovod, as a cause; ``anew``: why tensors are negotiated anew."""
-    what, advice = SENTENCES[anew or "cycle"]
-    seen = f"{where}: {duration_text(waiting)} of a step after its last rank was ready, and no data moves yet."
-    return Cause("negotiation", waiting / 1e6, waiting / step, what, seen, advice)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 
 import click
+import numpy as np
 
 from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.table import Page, Table
@@ -14,7 +14,7 @@ from hvdkit.common.units import count_text, printable, share_text, shortened
 from hvdkit.read.causes import verdict
 from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.merging import merge as merge_files
-from hvdkit.read.trace.results import Operator, RankTrace, TraceSkew, TraceSummary
+from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
 from hvdkit.read.trace.summary import summarize
 
 SUBCOMMANDS = {
@@ -145,22 +145,20 @@ def label(rank: RankTrace) -> str:
 def _times(ranks: Sequence[RankTrace], skew: TraceSkew | None) -> Table:
     """A row for each kind of time, a column for each rank, milliseconds and share."""
     stepped = all(rank.steps for rank in ranks)
-    counts = [len(rank.steps) if stepped else 1 for rank in ranks]
-    windows = [f"{rank.times.window / count:.3f}" for rank, count in zip(ranks, counts, strict=True)]
-    rows = [["step" if stepped else "whole trace", *windows]]
-    waits: dict[int | None, float] = {} if skew is None else {one.rank: one.waiting for one in skew.ranks}
-    for name, title in _TIMES.items():
+    waits = {} if skew is None else {one.rank: one.waiting for one in skew.ranks}
+
+    def each(rank: RankTrace, name: str) -> float:
         if name == "waiting":
-            values = [waits.get(rank.rank, 0.0) * count for rank, count in zip(ranks, counts, strict=True)]
-        else:
-            values = [float(getattr(rank.times, name)) for rank in ranks]
-        if (name == "waiting" and not waits) or (name == "copies" and not any(values)):
+            return waits.get(rank.rank or 0, 0.0)
+        return float(getattr(rank.times, name)) / (len(rank.steps) if stepped else 1)
+
+    rows = [["step" if stepped else "whole trace", *(f"{each(rank, 'window'):.3f}" for rank in ranks)]]
+    for name, title in _TIMES.items():
+        values = [(each(rank, name), each(rank, "window") or 1.0) for rank in ranks]
+        if (name == "waiting" and not waits) or (name == "copies" and not any(value for value, _ in values)):
             continue
-        cells = [
-            f"{value / count:.3f} {share_text(value / (rank.times.window or 1)):>5}"
-            for rank, value, count in zip(ranks, values, counts, strict=True)
-        ]
-        rows.append([f"{title} or waiting" if name == "communication" and not waits else title, *cells])
+        heading = f"{title} or waiting" if name == "communication" and not waits else title
+        rows.append([heading, *(f"{value:.3f} {share_text(value / whole):>5}" for value, whole in values)])
     heading = "ms per step" if stepped else "ms"
     return Table("", [heading, *map(label, ranks)], rows, left=[heading])
 
@@ -175,28 +173,23 @@ def _skew(skew: TraceSkew) -> str:
 
 def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
     """Means over the ranks, 0 where one has no such call; the spread where there are several."""
-    calls: dict[tuple[str, str], list[Operator]] = {}
-    for operator in (operator for rank in ranks for operator in rank.operators):
-        calls.setdefault((operator.name, operator.kind), []).append(operator)
-
-    def values(row: Sequence[Operator], field: str) -> list[float]:
-        return [float(getattr(of_rank, field)) for of_rank in row] + [0.0] * (len(ranks) - len(row))
-
-    def spread(row: Sequence[Operator]) -> str | None:
-        own = values(row, "self_ms")
-        return f"{min(own):.3f} to {max(own):.3f}" if len(own) > 1 else None
-
-    def most(key: tuple[str, str]) -> float:
-        return max(map(sum, zip(values(calls[key], "self_ms"), values(calls[key], "gpu_self_ms"), strict=True)))
-
-    order = sorted(calls, key=lambda key: (-most(key), key))
-    cells: dict[str, Callable[[Sequence[Operator]], object]] = {
-        f"operator ({min(top, len(order))} of {len(order)})": lambda row: shortened(row[0].name, _NAME_WIDTH),
-        "kind": lambda row: row[0].kind,
-        "calls": lambda row: f"{fmean(values(row, 'calls')):.4g}",
-        "self ms": lambda row: f"{fmean(values(row, 'self_ms')):.3f}",
-        "self ms of ranks": spread,
+    names = dict.fromkeys((operator.name, operator.kind) for rank in ranks for operator in rank.operators)
+    place = {key: at for at, key in enumerate(names)}
+    calls, own, on_gpu = sums = np.zeros((3, len(place), len(ranks)))
+    for row, rank in enumerate(ranks):
+        for operator in rank.operators:
+            at = place[operator.name, operator.kind]
+            sums[:, at, row] += operator.calls, operator.self_ms, operator.gpu_self_ms
+    most = (own + on_gpu).max(axis=1)
+    order = sorted(place, key=lambda key: (-most[place[key]], key))
+    cells: dict[str, Callable[[tuple[str, str]], object]] = {
+        f"operator ({min(top, len(order))} of {len(order)})": lambda key: shortened(key[0], _NAME_WIDTH),
+        "kind": lambda key: key[1],
+        "calls": lambda key: f"{calls[place[key]].mean():.4g}",
+        "self ms": lambda key: f"{own[place[key]].mean():.3f}",
     }
-    if any(operator.gpu_self_ms for row in calls.values() for operator in row):
-        cells["GPU self ms"] = lambda row: f"{fmean(values(row, 'gpu_self_ms')):.3f}"
-    return Table.of([calls[key] for key in order[:top]], cells)
+    if len(ranks) > 1:
+        cells["self ms of ranks"] = lambda key: f"{own[place[key]].min():.3f} to {own[place[key]].max():.3f}"
+    if on_gpu.any():
+        cells["GPU self ms"] = lambda key: f"{on_gpu[place[key]].mean():.3f}"
+    return Table.of(order[:top], cells)

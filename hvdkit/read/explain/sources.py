@@ -6,7 +6,7 @@ import fnmatch
 import gzip
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from hvdkit.common import files
@@ -57,44 +57,35 @@ def find(paths: Sequence[Path], kinds: Collection[str] = OF_A_JOB, *, nearest: b
         DataError: a file is no recording, or there is none in any directory.
         InvalidArgumentError: there are those of several jobs.
     """
-    sources: dict[str, list[Path]] = {}
+    known: dict[str, dict[Path, Path]] = {}  # each file once, whatever it is called
     for path in paths:
         for file in _below(path):
             what = _what(file, named=file == path)
-            if what not in kinds and file == path:
-                expected = ", ".join(kinds)
+            if what is not None and what in kinds:
+                known.setdefault(what, {}).setdefault(file.resolve(), file)
+            elif file == path:
                 raise DataError(
-                    f"{printable(str(path))} is no recording of a job; expected one of {expected}, or a directory with "
-                    "them."
+                    f"{printable(str(path))} is no recording of a job; expected one of {', '.join(kinds)}, or a "
+                    "directory with them."
                 )
-            if (
-                what is not None
-                and what in kinds
-                and file.resolve() not in [other.resolve() for other in sources.get(what, ())]
-            ):
-                sources.setdefault(what, []).append(file)
-    if not sources:
+    if not known:
         raise DataError(
             f"there is no recording of a job in {', '.join(printable(str(path)) for path in paths)}; record one with "
             "'hvdkit launch --explain-job -n 2 -- python train.py'."
         )
-    if nearest:
-        for what, found in sources.items():
+    sources = {what: list(found.values()) for what, found in known.items()}
+    for what, found in sources.items():
+        if nearest:
             depth = min(len(file.parts) for file in found)
-            sources[what] = [file for file in found if len(file.parts) == depth]
-    _check_one_job(sources)
-    return sources
-
-
-def _check_one_job(sources: Mapping[str, list[Path]]) -> None:
-    for what, files_of_it in sources.items():
+            found[:] = [file for file in found if len(file.parts) == depth]
         in_one_directory = what in (STEPS, TRACE, MPI)
-        several = list(dict.fromkeys(path.parent for path in files_of_it)) if in_one_directory else files_of_it
+        several = list(dict.fromkeys(file.parent for file in found)) if in_one_directory else found
         if len(several) > 1 and what != STALL:
             raise InvalidArgumentError(
                 f"there is more than one {what}: {printable(str(several[0]))} and {printable(str(several[1]))}; give "
                 "the recordings of one job."
             )
+    return sources
 
 
 def _below(path: Path) -> Iterator[Path]:

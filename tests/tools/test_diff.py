@@ -179,6 +179,19 @@ def test_timelines_without_steps_and_those_of_other_tensors(tmp_path):
         diff(a, b, 0.9)
 
 
+def test_without_steps_a_longer_recording_explains_nothing(tmp_path):
+    files = []
+    for count in (3, 9):
+        events = timeline_files.metadata(["t"])
+        for at in range(count):
+            for event in timeline_files.allreduce(1, 1000 + 3000 * at, 200, 100):
+                events.append({**event, "name": event.get("name", "").replace("ALLREDUCE", "BROADCAST")})
+        files.append(timeline_files.write(tmp_path / f"{count}.json", events))
+    details = changes(diff(*files), "detail")
+    assert details["collective of broadcast t"].calls_after == 8
+    assert all(one.explains_s == pytest.approx(0, abs=1e-9) for one in details.values())
+
+
 def test_of_traces_the_operator_and_what_communication_exposes(tmp_path):
     a, b = trace(tmp_path / "a.json", [20, 21]), trace(tmp_path / "b.json", [30, 31], steps=7, extra=["new"])
     found = diff(a, b)

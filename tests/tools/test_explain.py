@@ -398,6 +398,12 @@ def test_recordings_of_two_jobs_are_refused(tmp_path):
         explain([tmp_path])
 
 
+def test_a_recording_that_has_two_names_is_one(tmp_path):
+    (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
+    (tmp_path / "again.json").symlink_to("timeline.json")
+    assert [one.what for one in explain([tmp_path, tmp_path / "timeline.json"]).read] == ["timeline"]
+
+
 def cause(kind, share, ranks=(), *, per_step=True):
     return Cause(kind, share * 0.02, share, f"{kind}.", "seen.", f"Do {kind}.", per_step, ranks)
 

@@ -191,7 +191,7 @@ def test_the_line_of_the_page_that_prints_a_schema_does():
 def test_every_kind_has_a_json_schema():
     for kind in documents():
         if "found" not in kind.__struct_fields__:
-            assert msgspec.json.schema(kind)["$defs"]
+            assert msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})["$defs"]  # arrays are not written
 
 
 TIMELINES = [str(one) for one in sorted((ROOT / "tests/data/timelines").glob("*.json"))]

@@ -179,8 +179,11 @@ def _changes(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings], *, 
             p_values.append(p_value)
         explains = cost(after, after.often) - cost(before, before.often if stepped or not both else after.often)
         found.append(
-            Change(name, level, medians[0], medians[1], explains, speed, sure, p_value, before.calls, after.calls)
-        )
+            Change(
+                what=name, level=level, before=medians[0], after=medians[1], explains_s=explains, speed=speed,
+                sure=sure, p_value=p_value, calls_before=before.calls, calls_after=after.calls,
+            )
+        )  # fmt: skip
     if p_values:
         corrected = iter(false_discovery_control(p_values, method="by").tolist())
         found = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import socketserver
 import struct
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedIOBase
-from typing import Any
+from typing import Any, Self
 
 from hvdkit.errors import InvalidArgumentError, LaunchError, MissingFrameworkError
 from hvdkit.jobs.launch import rank as wire
@@ -148,21 +149,19 @@ def _known_secret(server: _Server) -> Iterator[None]:
             del os.environ[secret.VARIABLE]
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Gives every rank the function, and keeps what each returns or raises."""
+class RankServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """A thread for each rank that connects and shows that it knows the job's secret."""
 
     daemon_threads = True
 
-    def __init__(self, listener: Any, work: bytes) -> None:
+    def __init__(self, listener: Any) -> None:
         super().__init__(listener.getsockname(), _Rank, bind_and_activate=False)
         self.socket.close()
-        self.socket, self.work = listener, work
+        self.socket = listener
         self.secret = ""
-        self.results: dict[int, bytes] = {}
-        self.errors: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self.serve_forever, name="hvdkit.run", daemon=True)
 
-    def __enter__(self) -> _Server:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -171,12 +170,16 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._thread.join()
         self.server_close()
 
+    def serve(self, received: BufferedIOBase, sent: BufferedIOBase) -> None:
+        """Talk with one rank; the connection ends with it."""
+        raise NotImplementedError
+
     def handle_error(self, *_: object) -> None:
         """A rank that has ended meanwhile; ``hvdkit launch`` says how."""
 
 
 class _Rank(socketserver.StreamRequestHandler):
-    server: _Server
+    server: RankServer
 
     def handle(self) -> None:
         """Serve one rank."""
@@ -187,15 +190,27 @@ class _Rank(socketserver.StreamRequestHandler):
         known = None
         while known is None and (data := stranger.receive()):
             known = stranger.shake_hands(data, self.server.secret)
-        if not known:
-            return
-        _send(self.wfile, self.server.work)
-        rank = int(_receive(self.rfile))
-        for left in (self.server.results, self.server.errors):  # of an attempt before this one
+        if known:
+            self.server.serve(self.rfile, self.wfile)
+
+
+class _Server(RankServer):
+    """Gives every rank the function, and keeps what each returns or raises."""
+
+    def __init__(self, listener: Any, work: bytes) -> None:
+        super().__init__(listener)
+        self.work = work
+        self.results: dict[int, bytes] = {}
+        self.errors: dict[int, bytes] = {}
+
+    def serve(self, received: BufferedIOBase, sent: BufferedIOBase) -> None:
+        send(sent, self.work)
+        rank = int(receive(received))
+        for left in (self.results, self.errors):  # of an attempt before this one
             left.pop(rank, None)
-        how, value = _receive(self.rfile), _receive(self.rfile)
-        (self.server.results if how == _RETURNED else self.server.errors)[rank] = value
-        _send(self.wfile, _KEPT)
+        how, value = receive(received), receive(received)
+        (self.results if how == _RETURNED else self.errors)[rank] = value
+        send(sent, _KEPT)
 
 
 def _error(rank: int, value: bytes) -> BaseException:
@@ -209,12 +224,18 @@ def _error(rank: int, value: bytes) -> BaseException:
     return error
 
 
-def _send(stream: BufferedIOBase, data: bytes) -> None:
+def send(stream: BufferedIOBase, data: bytes) -> None:
+    """Write a message: its length in 8 bytes, then the bytes."""
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def _receive(stream: BufferedIOBase) -> bytes:
+def receive(stream: BufferedIOBase) -> bytes:
+    """Read a message.
+
+    Raises:
+        ConnectionResetError: the stream ended before.
+    """
     header = stream.read(_LENGTH.size)
     data = stream.read(_LENGTH.unpack(header)[0]) if len(header) == _LENGTH.size else b""
     if len(header) < _LENGTH.size or len(data) < _LENGTH.unpack(header)[0]:
@@ -222,8 +243,8 @@ def _receive(stream: BufferedIOBase) -> bytes:
     return data
 
 
-def main(address: str) -> None:
-    """One rank: call the function, and give back what it returns or raises."""
+def connect(address: str) -> tuple[int, socket.socket]:
+    """On a rank: which one it is, and its connection to the ``RankServer`` at an address."""
     launched = launchers.detect(os.environ)
     if launched is None:
         raise SystemExit("hvdkit.run: the launcher says in no variable that is known here which rank this is.")
@@ -231,22 +252,28 @@ def main(address: str) -> None:
         connection = wire.connect(address)
     except (OSError, ValueError) as error:
         raise SystemExit(f"hvdkit.run: rank {launched.rank} cannot reach {address}: {error}") from error
+    connection.settimeout(None)
+    return launched.rank, connection
+
+
+def main(address: str) -> None:
+    """One rank: call the function, and give back what it returns or raises."""
+    rank, connection = connect(address)
     with connection, connection.makefile("rb") as received, connection.makefile("wb") as sent:
-        connection.settimeout(None)
-        path, work = pickle.loads(_receive(received))  # noqa: S301  # of this job: it knew the secret
+        path, work = pickle.loads(receive(received))  # noqa: S301  # of this job: it knew the secret
         sys.path += [entry for entry in path if entry not in sys.path]
-        _send(sent, str(launched.rank).encode())
+        send(sent, str(rank).encode())
         try:
             function, args, kwargs = pickle.loads(work)  # noqa: S301
             value = _pickled(function(*args, **kwargs))
         except Exception as error:
-            _send(sent, _RAISED)
-            _send(sent, _pickled((_as_pickled(error), traceback.format_exc())))
-            _receive(received)  # who ends at once may be gone before all of it has been read
+            send(sent, _RAISED)
+            send(sent, _pickled((_as_pickled(error), traceback.format_exc())))
+            receive(received)  # who ends at once may be gone before all of it has been read
             raise
-        _send(sent, _RETURNED)
-        _send(sent, value)
-        _receive(received)
+        send(sent, _RETURNED)
+        send(sent, value)
+        receive(received)
 
 
 def _as_pickled(error: Exception) -> bytes:

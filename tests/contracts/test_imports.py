@@ -40,6 +40,7 @@ BELOW = {
     "read": {"top", "errors", "core", "steps", "observe", "common"},
     "jobs": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read"},
     "measure": {"top", "errors", "core", "steps", "observe", "common", "prepare", "read", "jobs", "synthetic"},
+    "notebook": {"top", "errors", "steps", "common", "jobs"},
     "cli": {"top", "errors", "common"},
     "__main__": {"cli"},
 }

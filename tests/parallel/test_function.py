@@ -58,13 +58,13 @@ def test_the_error_of_the_rank_that_failed_first_is_raised(capsys):
 
 def test_a_result_that_is_read_slowly_is_waited_for(monkeypatch):
     """By this process alone: its ranks load the file anew."""
-    receive = function._receive
+    receive = function.receive
 
     def slowly(stream):
         time.sleep(0.5)
         return receive(stream)
 
-    monkeypatch.setattr(function, "_receive", slowly)
+    monkeypatch.setattr(function, "receive", slowly)
     assert hvdkit.run(lambda: "there", 1) == ["there"]
     with pytest.raises(ZeroDivisionError):
         hvdkit.run(lambda: 1 / 0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import shutil
 import sysconfig
 from pathlib import Path
@@ -33,7 +34,11 @@ def list_() -> None:
     """List the examples and what each shows."""
     root = source()
     for script in scripts(root):
-        told = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+        text = script.read_text(encoding="utf-8")
+        if script.suffix == ".ipynb":
+            told = "".join(json.loads(text)["cells"][0]["source"]).lstrip("# ")
+        else:
+            told = ast.get_docstring(ast.parse(text)) or ""
         click.echo(f"{script.relative_to(root)!s:<32} {told.partition(chr(10))[0]}")
 
 
@@ -73,5 +78,6 @@ def source() -> Path:
 
 
 def scripts(root: Path) -> list[Path]:
-    """The scripts, those of one framework together."""
-    return sorted((file for file in root.rglob("*.py") if "__pycache__" not in file.parts), key=lambda file: file.parts)
+    """The scripts and notebooks, those of one framework together."""
+    found = [*root.rglob("*.py"), *root.glob("*.ipynb")]
+    return sorted((file for file in found if "__pycache__" not in file.parts), key=lambda file: file.parts)

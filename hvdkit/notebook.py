@@ -133,7 +133,7 @@ class LivingRanks(function.RankServer):
         cell.raise_if_failed()
 
     def _follow(self, cell: _Cell, source: str) -> None:
-        """Give the ranks the cell as soon as all are there, and take what comes until it is over, or they hang in it."""
+        """Give the ranks the cell once all are there, and take what comes until it is over, or they hang in it."""
         try:
             while not cell.over:
                 if len(self.known) == self.n and not cell.number:

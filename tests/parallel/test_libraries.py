@@ -23,7 +23,8 @@ def test_the_programs_of_the_page_run(hk, world, everyone, tmp_path, monkeypatch
 
     headings = ("torchmetrics", "Lightning", "accelerate", "transformers: Trainer")
     code = {heading: blocks("libraries.md")[heading][0] for heading in headings}
-    assert set(code) == set(blocks("libraries.md")) - {"Trainer, Lightning, accelerate, torchmetrics"}
+    others = {"Trainer, Lightning, accelerate, torchmetrics, Hydra, Optuna", "Hydra and Optuna: a trial is a job"}
+    assert set(code) == set(blocks("libraries.md")) - others
     run(code["torchmetrics"], {})
 
     loader = lightning_tests.loader(world.size)
@@ -165,3 +166,24 @@ def test_what_hvdkit_replaces_in_the_libraries_is_still_there():
         if not name.startswith("_") and name not in ("strategy_name", "is_distributed", "world"):
             assert hasattr(ParallelStrategy, name), name
             assert isinstance(value, property) == isinstance(getattr(ParallelStrategy, name), property), name
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    ("library", "words", "says"),
+    [
+        ("hydra", ["--multirun", "rate=0.5,1", "ranks=2"], ["rate 0.5: loss 0.25", "rate 1: loss 0.5"]),
+        ("optuna", [], ["2 trials, the best with rate "]),
+    ],
+)
+def test_a_trial_of_a_sweep_is_a_job(tmp_path, library, words, says):
+    pytest.importorskip(library, reason=f"needs {library} (`make test` installs it)")
+    (code,) = (
+        code for code in blocks("libraries.md")["Hydra and Optuna: a trial is a job"] if f"import {library}" in code
+    )
+    (tmp_path / "sweep.py").write_text(code)
+    command = [sys.executable, "sweep.py", *words]
+    done = subprocess.run(command, env=rank_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in says:
+        assert line in done.stdout

@@ -125,31 +125,43 @@ class AllreduceCounts:
         return self._thread is not None and self._thread.is_alive() and self._process == os.getpid()
 
     def _watch(self) -> None:
-        """The second thread: show the others where this rank is, until one leaves or none can go on."""
-        before, quiet = None, 0
+        """The second thread. Where it fails, the job ends: the others would wait for what this rank shows next."""
         try:
-            while True:
-                self._told.wait(_PERIOD_S)
-                self._told.clear()
-                table = self._gather(self._row()[None])
-                rows = [_Row(rank, row) for rank, row in enumerate(table)]
-                quiet = quiet + 1 if before is not None and np.array_equal(table, before) else 0
-                before = table
-                if any(row.state == _LEAVES for row in rows):
-                    self._explain(rows)
-                    if self._horovod and self._leaves and not all(row.state == _LEAVES for row in rows):
-                        time.sleep(_PERIOD_S)  # until the others know it, too: this one's end is Horovod's
-                    return
-                waiting = all(row.state in (_WAITS, _AVERAGES) for row in rows)
-                apart = len({row.made for row in rows}) > 1 and quiet >= _QUIET
-                elsewhere = len({row.place for row in rows}) > 1 and quiet >= _LONG_QUIET
-                if waiting and (apart or elsewhere) and self.all_meet():
-                    self._explain(rows)
-                    time.sleep(_PERIOD_S)  # until the others know it, too: a rank that waits fails at once
-                    self.end(_sentence(rows))
-                    return
-        except Exception:  # Horovod has ended, and who waits for it gets an error, too
-            return
+            self._look_on()
+        except Exception as error:
+            if not self._is_of_the_end(error):
+                what = f"the watch over allreduces has failed on rank {self._rank}: {type(error).__name__}: {error}"
+                sys.stderr.write(f"hvdkit: {what}; this is an error of hvdkit, and the job is ended.\n")
+                self.end(what)
+
+    def _is_of_the_end(self, error: Exception) -> bool:
+        """Whether it is the library's, which has ended: who waits for it gets an error, too."""
+        of_library = type(error).__module__.partition(".")[0] not in ("builtins", "numpy")
+        return of_library or (self._horovod is not None and not self._horovod.is_initialized())
+
+    def _look_on(self) -> None:
+        """Show the others where this rank is, until one leaves or none can go on."""
+        before, quiet = None, 0
+        while True:
+            self._told.wait(_PERIOD_S)
+            self._told.clear()
+            table = self._gather(self._row()[None])
+            rows = [_Row(rank, row) for rank, row in enumerate(table)]
+            quiet = quiet + 1 if before is not None and np.array_equal(table, before) else 0
+            before = table
+            if any(row.state == _LEAVES for row in rows):
+                self._explain(rows)
+                if self._horovod and self._leaves and not all(row.state == _LEAVES for row in rows):
+                    time.sleep(_PERIOD_S)  # until the others know it, too: this one's end is Horovod's
+                return
+            waiting = all(row.state in (_WAITS, _AVERAGES) for row in rows)
+            apart = len({row.made for row in rows}) > 1 and quiet >= _QUIET
+            elsewhere = len({row.place for row in rows}) > 1 and quiet >= _LONG_QUIET
+            if waiting and (apart or elsewhere) and self.all_meet():
+                self._explain(rows)
+                time.sleep(_PERIOD_S)  # until the others know it, too: a rank that waits fails at once
+                self.end(_sentence(rows))
+                return
 
     def _row(self) -> Words:
         """What this rank shows: its allreduces, what its first thread does, and where."""

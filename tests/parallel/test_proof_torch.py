@@ -196,6 +196,22 @@ def test_join_waits_for_the_rank_with_the_most_steps(hk, world):
     hk.check_agreement(training.model, training.optimizer, world, statistics=True)
 
 
+def join_beside_a_watch_that_fails(hk, world):
+    """Rank 0 would wait in ``join`` for what rank 1 no longer shows."""
+    if world.rank:
+        with patch.object(allreduce_counts.COUNTS, "_row", lambda: 1 // 0):
+            allreduce_counts.COUNTS._thread.join()
+    hk.join(Training(hk, world, "SGD").model, None, world)
+
+
+@pytest.mark.parallel
+def test_a_watch_that_fails_on_a_rank_is_an_error_on_every_rank(run_job, capfd):
+    said = run_job("torch", join_beside_a_watch_that_fails, fails=True)
+    assert all(f"rank {rank} of torch-2-gloo: Traceback" in said for rank in range(2)), said
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("hvdkit: the watch")]
+    assert len(told) == 1 and "failed on rank 1: ZeroDivisionError" in told[0]
+
+
 def stream(values: list[float]) -> Any:
     import torch
 

@@ -18,8 +18,8 @@ from itertools import count
 from typing import Any, TypeVar
 
 from hvdkit.core.communicator import OverMpi
+from hvdkit.observe.allreduce_counts import AllreduceCounts
 from hvdkit.steps import passes
-from hvdkit.steps.allreduce_counts import AllreduceCounts
 
 _TOGETHER_S = 1.0  # ranks that end within this time end together
 _LOOK_S = 0.5

@@ -19,10 +19,11 @@ from hvdkit.arrays.exchange.buffers import HostBuffer
 from hvdkit.arrays.exchange.layout import Layout
 from hvdkit.arrays.exchange.shared import quiet
 from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.core import listeners
 from hvdkit.core.communicator import ALLREDUCE
 from hvdkit.core.control import FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps import passes, step_times
+from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
 
 _NEVER = object()
@@ -108,7 +109,7 @@ class Reduce:
             and (self._is_array or self._layout.is_intact())
         ):
             self._word[...] = self._usual
-            step_times.ready()
+            listeners.ready()
             passes.stepped()
             self._add_up()
             if self._head.item(_UNUSUAL) == 0:  # who writes elsewhere in the head writes there, too
@@ -168,7 +169,7 @@ class Reduce:
         if self._own == 0.0:  # a mean over no samples is not a number, and times 0 it would still be none
             for buffer in self._layout.buffers:
                 buffer.clear()
-        step_times.ready()
+        listeners.ready()
         passes.stepped()
         return True
 

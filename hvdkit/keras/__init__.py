@@ -12,8 +12,8 @@ from typing import Any
 
 from hvdkit.core.communicator import OverHorovod
 from hvdkit.errors import MissingFrameworkError
+from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.observe.monitor import begin_if_asked
-from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from hvdkit.core import listeners
 from hvdkit.core.communicator import ALLGATHER
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import private
@@ -17,7 +18,7 @@ from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT, common_names
 from hvdkit.observe import monitor
-from hvdkit.steps import step_times, torch_tensors
+from hvdkit.steps import torch_tensors
 from hvdkit.steps.topology import Topology
 
 
@@ -85,7 +86,7 @@ class Monitor(monitor.Monitor, Callback):
 
 def left(model: Any) -> None:
     """A ``fit`` of this model has ended by an error: the step that it was in is none."""
-    for one in step_times.MONITORS:
+    for one in listeners.MONITORS:
         if isinstance(one, Monitor) and one._model is model:
             one._open = one._iterating = False
 

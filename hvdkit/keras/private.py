@@ -23,8 +23,8 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.core import listeners
 from hvdkit.errors import MissingFrameworkError
-from hvdkit.steps import step_times
 from hvdkit.steps.streams import StreamInEpochs
 
 TESTED = ("3.15", "3.15")
@@ -374,7 +374,7 @@ def saying_when_batches_come(plain: Callable[..., Any]) -> Callable[..., Any]:
         import tensorflow as tf
 
         batches = plain(self)
-        if not step_times.MONITORS or not isinstance(batches, tf.data.Dataset):
+        if not listeners.MONITORS or not isinstance(batches, tf.data.Dataset):
             return batches
 
         def mark(*batch: Any) -> Any:
@@ -390,7 +390,7 @@ def saying_when_batches_come(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taken() -> bool:
-    step_times.taken()
+    listeners.taken()
     return True
 
 

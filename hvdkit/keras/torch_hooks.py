@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from hvdkit.core import listeners
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport import Transport, common_names
-from hvdkit.steps import passes, step_times
+from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.backward import exchange_all, exchanges
 from hvdkit.torch.buckets import BucketLayout, total_norm
@@ -194,12 +195,12 @@ class TorchGradients:
         self._transport.in_step = True  # a loop of the user's own, after fit
         self._trained.follow(variables)
         self._keep_apart()
-        step_times.ready()
+        listeners.ready()
         pairs = zip(variables, gradients, strict=True)
         means = self._exchange.average_now([(variable.value, gradient) for variable, gradient in pairs])
-        step_times.arrived()
-        if step_times.wants_norm():
-            step_times.tell_norm(total_norm([one for one in means if one is not None]))
+        listeners.arrived()
+        if listeners.wants_norm():
+            listeners.tell_norm(total_norm([one for one in means if one is not None]))
         return means
 
     def _are_means(self, gradients: list[Any], variables: list[Any]) -> bool:

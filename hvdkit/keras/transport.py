@@ -28,6 +28,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.core import listeners
 from hvdkit.core.communicator import (
     ALLGATHER,
     ALLREDUCE,
@@ -39,8 +40,8 @@ from hvdkit.core.communicator import (
 )
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras import private
-from hvdkit.steps import agreement, passes, starting, step_times, torch_tensors
-from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.observe.allreduce_counts import COUNTS
+from hvdkit.steps import agreement, passes, starting, torch_tensors
 from hvdkit.steps.gradients import GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import Total
@@ -205,7 +206,7 @@ class OverTensorflow(HorovodTransport):
             dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
             if is_alone(ranks, self.hvd.size()):
                 optimizer.steps().count()
-                if os.environ.get(step_times.VARIABLE):
+                if os.environ.get(listeners.STEP_TIMES):
                     present = [one for one in dense if one is not None]
                     optimizer.say_ready(present, ["optimizer"] * len(present))
                 return dense
@@ -303,7 +304,7 @@ class HostBuffers(Transport):
         name, ranks = naming(), self.host_ranks(process_set)
 
         def on_host(*buffers: Any) -> list[Array]:
-            step_times.ready()
+            listeners.ready()
             passes.stepped_behind()
             return [
                 self.reduce_buffer(np.array(buffer), f"{name()}.{number}", options, process_set)

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hvdkit.core import listeners
 from hvdkit.core.communicator import ALLGATHER, Communicator
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.observe import step_times
 from hvdkit.observe.monitor_thread import MonitorThread
 from hvdkit.observe.root_sinks import RootSinks, checked_trackers
 from hvdkit.observe.stragglers import Report
 from hvdkit.observe.windows import MOST_LOGS, Window, samples_of
-from hvdkit.steps import step_times
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
@@ -87,7 +88,7 @@ class Monitor(ABC):
         every = whole("every", every, 1)
         optional = {"step": step, "steps": steps, "epochs": epochs}
         step, steps, epochs = (one if one is None else whole(name, one, 0) for name, one in optional.items())
-        asked = directory or os.environ.get(step_times.MONITOR)
+        asked = directory or os.environ.get(listeners.MONITOR)
         where = Path(asked) if asked else None
         if not (on_report is None or callable(on_report)):
             raise InvalidArgumentError(f"on_report must be a function, got {on_report!r}.")
@@ -103,9 +104,9 @@ class Monitor(ABC):
         self.step, self.epoch = step or 0, 0
         self._name = _name()
         self._place(world)
-        for one in [one for one in step_times.MONITORS if one.automatic]:
+        for one in [one for one in listeners.MONITORS if one.automatic]:
             one.close()
-        step_times.MONITORS.append(self)
+        listeners.MONITORS.append(self)
         atexit.register(self._at_exit)
 
     def _place(self, world: Topology) -> None:
@@ -242,7 +243,7 @@ class Monitor(ABC):
             self._window.looks.append((self.step + 1, parameter, norm))
 
     def _begin(self, now: float) -> None:
-        self.step = self._start = step_times.restored_step if self._start is None else self._start
+        self.step = self._start = listeners.restored_step if self._start is None else self._start
         self._window.begun = now
         self._processor = step_times.Processor()  # of this thread, which trains
         self._used = self._processor.spent()
@@ -323,7 +324,7 @@ class Monitor(ABC):
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        step_times.MONITORS.remove(self)
+        listeners.MONITORS.remove(self)
         thread, end = self._thread, None
         if thread is not None:
             if not self._by_steps:
@@ -344,7 +345,7 @@ def _name() -> str:
     A rank that joins an elastic training has made none before.
     """
     names = (f"hvdkit.monitor.{number}" for number in itertools.count())
-    taken = {one._name for one in step_times.MONITORS}
+    taken = {one._name for one in listeners.MONITORS}
     return next(name for name in names if name not in taken) if is_elastic() else f"hvdkit.monitor.{next(_NUMBERS)}"
 
 
@@ -354,8 +355,8 @@ def begin_if_asked(kind: type[Monitor], world: Topology) -> None:
     Raises:
         InvalidArgumentError: HVDKIT_MONITOR_EVERY is no number of steps.
     """
-    directory = os.environ.get(step_times.MONITOR)
-    if not directory or step_times.MONITORS:
+    directory = os.environ.get(listeners.MONITOR)
+    if not directory or listeners.MONITORS:
         return
     text = os.environ.get(EVERY, "50")
     if not text.isdecimal():
@@ -365,4 +366,4 @@ def begin_if_asked(kind: type[Monitor], world: Topology) -> None:
 
 def automatic() -> Monitor | None:
     """The monitor that ``hvdkit launch --monitor`` has asked for."""
-    return next((one for one in step_times.MONITORS if one.automatic), None)
+    return next((one for one in listeners.MONITORS if one.automatic), None)

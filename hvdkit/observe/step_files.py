@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import DataError
-from hvdkit.steps.step_times import MARK, VERSION
+from hvdkit.observe.step_times import MARK, VERSION
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def _stepped() -> None:
     recorder = _recorder()
     if recorder is not None:
         recorder.stepped()
-    listening = sys.modules.get("hvdkit.steps.step_times")
+    listening = sys.modules.get("hvdkit.core.listeners")
     for monitor in [] if listening is None else listening.MONITORS:
         if monitor.automatic:
             monitor.stepped()
@@ -261,7 +261,7 @@ def _recorder() -> Any:
     """The recorder that hvdkit's framework bindings use, too; None where there can be none."""
     try:
         from hvdkit.errors import LauncherError
-        from hvdkit.steps import step_times
+        from hvdkit.observe import step_times
     except ImportError:
         return None
     try:

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdkit.core import listeners
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import manifest, step_times
+from hvdkit.steps import manifest
 from hvdkit.steps.lock import PATIENCE_S, WriterLock
 from hvdkit.steps.numbers import finite, plain, whole
 
@@ -128,7 +129,7 @@ class CheckpointDirectory:
                 f"could not write the checkpoint of step {step} in {self.directory}: {error.strerror or error}; free "
                 "some space or give a directory that can be written (earlier checkpoints are intact)."
             ) from error
-        step_times.saved(step)
+        listeners.saved(step)
         return Saved(final, step, metadata, score)
 
     def _write(self, step: int, write: Callable[[Path], None], metadata: dict[str, Any], score: float | None) -> Path:

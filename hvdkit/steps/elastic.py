@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvdkit.core import listeners
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import learning_rate, passes, starting, step_times
+from hvdkit.steps import learning_rate, passes, starting
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
@@ -121,7 +122,7 @@ class ElasticBase(ABC):
     def save(self) -> None:
         """Called by ``commit``."""
         self._committed = (self._copy(), self.loader.state(), copy.deepcopy(self._values()))
-        self._steps = step_times.done()
+        self._steps = listeners.done()
         self._commits += 1
 
     def restore(self) -> None:
@@ -146,15 +147,15 @@ class ElasticBase(ABC):
         self.loader.load_state(position)
         vars(self).update(values)
         if self._commits:  # before, it begins where each monitor says
-            step_times.go_to(steps, self.loader.epoch)
+            listeners.go_to(steps, self.loader.epoch)
         self._follow_size(self._horovod.size())  # a rank that joins has got rates that follow the new number already
         self.save()
 
     def reset(self) -> None:
         """Called by Horovod after it has started anew."""
         self._follow_size(self.world.size)
-        step_times.go_to(self._steps, self.loader.epoch)
-        step_times.follow(self.world)
+        listeners.go_to(self._steps, self.loader.epoch)
+        listeners.follow(self.world)
         self.save()
 
     def _values(self) -> dict[str, Any]:

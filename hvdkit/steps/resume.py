@@ -14,9 +14,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from hvdkit.core import listeners
 from hvdkit.core.communicator import Alone, Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import launchers, passes, step_times
+from hvdkit.steps import launchers, passes
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.lock import PATIENCE_S
 
@@ -131,7 +132,7 @@ class CheckpointsBase(ABC):
         """On the root: have the state written, and what else a framework binding saves."""
         return on_disk(lambda directory: self._write(directory, model, optimizer, *more))
 
-    @step_times.during("saving")
+    @listeners.during("saving")
     def _save(
         self,
         model: Any,
@@ -197,7 +198,7 @@ class CheckpointsBase(ABC):
         ranks.together(require_fit)
         found = ranks.on_root(lambda: held["put"]()) or {}
         if optimizer is not None or loader is not None:
-            step_times.restored(saved.step)
+            listeners.restored(saved.step)
         return replace(saved, extra=self._broadcast_extra(held.get("extra")), **found), states
 
     def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:  # noqa: ARG002

@@ -9,16 +9,16 @@ from typing import Any
 
 from hvdkit.core.communicator import ALLREDUCE
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.observe.monitor import begin_if_asked
+from hvdkit.observe.recording import TimelineSteps
+from hvdkit.observe.step_times import record_steps
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
-from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.shards import Shard
-from hvdkit.steps.step_times import record_steps
 from hvdkit.steps.topology import Topology
 
 try:

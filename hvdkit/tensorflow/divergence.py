@@ -12,8 +12,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import agreement, divergence
-from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.tensorflow import private
 from hvdkit.tensorflow.variables import canonical_name, native

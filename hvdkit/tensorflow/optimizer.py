@@ -16,11 +16,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.core import listeners
 from hvdkit.core.communicator import OverHorovod
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement, passes, step_times
-from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.observe.allreduce_counts import COUNTS
+from hvdkit.steps import agreement, passes
 from hvdkit.steps.gradients import BFLOAT16_RANKS, GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import private
@@ -324,20 +325,20 @@ def say_ready(gradients: Sequence[Any], names: Sequence[str]) -> None:
 
     In a function an operation of its own says so, for which no other one waits: what is measured stays as it is.
     """
-    if not step_times.wanted():
+    if not listeners.wanted():
         return
     values = [tf.nest.flatten(gradient, expand_composites=True)[0] for gradient in gradients]
     keys = [name if name.partition(" ")[0] not in ("optimizer", "tensor") else str(n) for n, name in enumerate(names)]
     SHOWN.update((key, f"parameter {key}" if key.isdecimal() else key.partition(" ")[0]) for key in keys)
     norms = []
-    if step_times.MONITORS:
+    if listeners.MONITORS:
         wide = [one if one.dtype in (tf.float32, tf.float64) else tf.cast(one, tf.float32) for one in values]
         norms = [tf.stack([tf.cast(tf.nn.l2_loss(one), tf.float64) for one in wide])]
 
     def say(*found: Any) -> None:
-        step_times.ready()
+        listeners.ready()
         for place in np.flatnonzero(~np.isfinite(found[0])) if found else ():
-            step_times.looked(keys[place], float("nan"))
+            listeners.looked(keys[place], float("nan"))
 
     if tf.executing_eagerly():
         say(*(one.numpy() for one in norms))

@@ -23,9 +23,10 @@ from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range o
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
+from hvdkit.core import listeners
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import passes, step_times
-from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.observe.allreduce_counts import COUNTS
+from hvdkit.steps import passes
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.torch import divergence, private
 
@@ -192,17 +193,17 @@ class BackwardTracker:
             self._exchange()
 
     def _exchange(self) -> None:
-        heard = step_times.MONITORS or step_times.RECORDERS
+        heard = listeners.MONITORS or listeners.RECORDERS
         if heard:
-            step_times.ready()
+            listeners.ready()
         with record_function("hvdkit:allreduce_wait") if private.is_profiled() else nullcontext():
             reached = exchange_all(self._reached)
         self._reached, self._tasks = [], set()
         if heard:
-            step_times.arrived()
-        if heard and step_times.wants_norm():
+            listeners.arrived()
+        if heard and listeners.wants_norm():
             norms = [exchange.norm() for exchange in reached]  # of models that may be on several devices
-            step_times.tell_norm(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
+            listeners.tell_norm(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
 
     def _end_with(self, node: Any, end: _End) -> None:
         """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""

@@ -22,9 +22,9 @@ import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.core import layout as core_layout
+from hvdkit.core import listeners
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import step_times
 from hvdkit.steps.gradients import obstacle_of_type
 from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import private
@@ -347,7 +347,7 @@ class Bucket:
         if self._sent is not None:
             return
         self._take(flags)
-        if step_times.MONITORS:
+        if listeners.MONITORS:
             self._look()
         self._send(reducer, flags, self._absent)
 
@@ -355,11 +355,11 @@ class Bucket:
         """Say of what this rank's own gradient is not finite, while it can be told from the others'."""
         whole = total_norm([self._flat[: self._numbers]])
         if self._flat.is_cuda:  # which the host does not wait for
-            step_times.looked(self._names[0], whole)
+            listeners.looked(self._names[0], whole)
         elif not whole.isfinite():
             each = zip(self._names, self._views, strict=True)
             name = next((name for name, view in each if not view.isfinite().all()), "")
-            step_times.looked(name, math.nan if name else 0.0)
+            listeners.looked(name, math.nan if name else 0.0)
 
     def finish(self) -> Flags:
         """Wait; then every gradient that some rank had is the mean. Returns how many ranks say what."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdkit.core import listeners
 from hvdkit.core.communicator import Alone
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.observe import history, monitor, trackers
+from hvdkit.observe import history, monitor, step_times, trackers
 from hvdkit.observe.history import read
 from hvdkit.observe.windows import stalls_of
-from hvdkit.steps import step_times
 from hvdkit.steps.topology import Topology
 
 WORLD = Topology(0, 1)
@@ -44,7 +44,7 @@ class Tracker:
 
 @pytest.fixture(autouse=True)
 def no_step_was_restored(monkeypatch):
-    monkeypatch.setattr(step_times, "restored_step", 0)
+    monkeypatch.setattr(listeners, "restored_step", 0)
 
 
 def train(monitor, steps, loss=1.0):
@@ -69,13 +69,13 @@ def test_the_history_of_a_loop(tmp_path):
     assert windows[0]["samples_per_s"] > 0
     assert [one[0] for one in tracker.said[:-1]] == [3, 6, 8] and tracker.said[-1] == "closed"
     assert tracker.said[0][1]["loss"] == 2.0 and "grad_norm" not in tracker.said[0][1]
-    assert step_times.MONITORS == []
+    assert listeners.MONITORS == []
 
 
 @pytest.mark.parametrize("also_recorded", [False, True])
 def test_a_loop_that_is_watched_is_recorded_for_bench(tmp_path, monkeypatch, also_recorded):
-    monkeypatch.setenv(step_times.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(step_times, "_recorder", None)
+    monkeypatch.setenv(listeners.STEP_TIMES, str(tmp_path))
+    monkeypatch.setattr(listeners, "RECORDERS", [])
     with Monitor(None, WORLD, every=3) as watching:
         batches = [np.zeros((4, 2))] * 4
         for _ in range(2):
@@ -140,10 +140,10 @@ def test_where_the_time_goes(tmp_path):
 def test_a_training_that_goes_on_writes_into_the_same_history(tmp_path):
     with Monitor(tmp_path, WORLD, every=2) as watching:
         train(watching, 6)
-    step_times.restored(4)
+    listeners.restored(4)
     with Monitor(tmp_path, WORLD, every=2) as watching:
         train(watching, 4)
-        step_times.saved(8)
+        listeners.saved(8)
     with Monitor(tmp_path, WORLD, every=2, step=8) as watching:
         train(watching, 1)
     lines = read(tmp_path / "metrics.jsonl")
@@ -157,14 +157,14 @@ def test_a_monitor_follows_an_elastic_training(tmp_path):
     tracker = Tracker()
     with Monitor(tmp_path, WORLD, every=2, trackers=[tracker]) as watching:
         train(watching, 5)
-        assert step_times.done() == 5
-        step_times.go_to(3, epoch=0)  # the last commit
-        step_times.follow(WORLD)
+        assert listeners.done() == 5
+        listeners.go_to(3, epoch=0)  # the last commit
+        listeners.follow(WORLD)
         train(watching, 3)
-        step_times.go_to(6, epoch=1)
-        step_times.follow(Topology(1, 2))  # another rank is the root now
+        listeners.go_to(6, epoch=1)
+        listeners.follow(Topology(1, 2))  # another rank is the root now
         assert tracker.said[-1] == "closed"
-        step_times.follow(WORLD)
+        listeners.follow(WORLD)
         train(watching, 1)
     lines = read(tmp_path / "metrics.jsonl")
     assert [one["step"] for one in lines if one["kind"] == "start"] == [0, 3, 6]
@@ -201,9 +201,9 @@ def test_gradients_that_are_not_finite_are_named_when_it_lasts(tmp_path):
     with Named(tmp_path, WORLD, every=5) as watching:
         for step, _ in enumerate(watching(range(20)), start=1):
             if step in (4, 5) or step > 12:  # two in a row: what a scaler of half precision leaves out
-                step_times.looked("dense", math.inf)
-            if step_times.wants_norm():
-                step_times.tell_norm(2.0)
+                listeners.looked("dense", math.inf)
+            if listeners.wants_norm():
+                listeners.tell_norm(2.0)
     lines = read(tmp_path / "metrics.jsonl")
     (report,) = [one for one in lines if one["kind"] == "report"]
     assert report["text"] == "Rank 0: the gradient of dense.weight is not finite in step 13."
@@ -222,7 +222,7 @@ def test_parameters_are_named_in_the_thread_that_trains(tmp_path):
 
     with Named(tmp_path, WORLD, every=2) as watching:
         for _ in watching(range(4)):
-            step_times.looked("dense", math.nan)
+            listeners.looked("dense", math.nan)
     assert threads == {threading.current_thread()}
 
 
@@ -255,7 +255,7 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
 def test_wrong_arguments(tmp_path, options, said):
     with pytest.raises(InvalidArgumentError, match=said):
         Monitor(**{"directory": tmp_path, "world": WORLD, **options})
-    assert step_times.MONITORS == []
+    assert listeners.MONITORS == []
 
 
 def test_what_cannot_be_logged(tmp_path):
@@ -289,7 +289,7 @@ def test_progress_needs_no_directory(tmp_path, monkeypatch, capsys):
     assert [line.partition("  ")[0] for line in said] == ["step 2/6", "step 4/6", "step 6/6"]
     assert "loss 1.5" in said[0] and "samples/s" in said[0] and " left" in said[0]
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setenv(step_times.MONITOR, str(tmp_path / "asked"))  # by hvdkit launch --monitor
+    monkeypatch.setenv(listeners.MONITOR, str(tmp_path / "asked"))  # by hvdkit launch --monitor
     with Monitor(None, WORLD) as watching:
         train(watching, 3)
     assert (tmp_path / "asked" / "metrics.jsonl").exists()

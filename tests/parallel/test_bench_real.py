@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import missing, warm
 
+from hvdkit.core import listeners
 from hvdkit.observe import step_files
-from hvdkit.steps import step_times
 
 pytestmark = pytest.mark.parallel
 
@@ -108,7 +108,7 @@ def recorded(directory, rank):
 
 
 def train_tensorflow(directory):
-    os.environ[step_times.VARIABLE] = directory
+    os.environ[listeners.STEP_TIMES] = directory
     import tensorflow as tf
 
     import hvdkit.tensorflow as hk
@@ -130,7 +130,7 @@ def train_tensorflow(directory):
 
 
 def train_keras(directory):
-    os.environ[step_times.VARIABLE] = directory
+    os.environ[listeners.STEP_TIMES] = directory
     import keras
     import numpy as np
 

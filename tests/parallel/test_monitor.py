@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
+from hvdkit.core import listeners
 from hvdkit.observe.history import read
-from hvdkit.steps import step_times
 
 FEATURES, EVERY, WINDOWS = 4, 2, 5
 SLOW_S = 0.25
@@ -178,7 +178,7 @@ def test_a_monitor_without_touching_the_script(hk, world, tmp_path, marked):
     if not marked:
         hk.record_steps = lambda batches: batches
     train(hk, None, "compute", world)
-    for one in list(step_times.MONITORS):
+    for one in list(listeners.MONITORS):
         one.close()
     if world.is_root:
         lines = read(tmp_path / "run" / "metrics.jsonl")
@@ -225,7 +225,7 @@ def test_a_fit_that_failed_leaves_no_step_and_logs_of_all_kinds_end_no_fit(hk, w
 
     monkeypatch.setenv("HVDKIT_MONITOR", str(tmp_path / "run"))
     begin_if_asked(hk.Monitor, world)
-    (monitor,) = step_times.MONITORS
+    (monitor,) = listeners.MONITORS
     with pytest.raises(ZeroDivisionError):
         fit(Fails())
     fit()

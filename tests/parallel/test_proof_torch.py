@@ -11,7 +11,8 @@ from programs_checks import message, signs
 from ranks import on_ranks
 
 import hvdkit
-from hvdkit.steps import agreement, allreduce_counts
+from hvdkit.observe import allreduce_counts
+from hvdkit.steps import agreement
 
 FEATURES, CLASSES = 4, 3
 

@@ -219,7 +219,7 @@ def test_a_step_crosses_five_modules_and_calls_python_once_for_each_parameter(hk
         "/torch/exchange.py",
         "/torch/backward.py",
         "/torch/buckets.py",
-        "/steps/allreduce_counts.py",
+        "/observe/allreduce_counts.py",
         "/steps/passes.py",
     }
     assert calls["/torch/exchange.py"] + calls["/torch/buckets.py"] < 100 + 80

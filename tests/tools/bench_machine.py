@@ -10,12 +10,12 @@ import numpy as np
 
 from hvdkit import DataError, cli
 from hvdkit.common import json_files
+from hvdkit.core.listeners import STEP_TIMES
 from hvdkit.jobs.launch import facts
 from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.jobs.trials import Launch, TrialJob
 from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ScalingSummary
-from hvdkit.steps.step_times import VARIABLE
 
 
 class Machine:
@@ -59,7 +59,7 @@ class Machine:
         step = self.seconds(n) * math.exp(self.rng.normal(0, self.noise))
         if self.silent:
             return TrialJob(step * self.count(n) + 1, step * self.count(n))
-        (told,) = [word for word in launch.options if word.startswith(f"{VARIABLE}=")]
+        (told,) = [word for word in launch.options if word.startswith(f"{STEP_TIMES}=")]
         begin = time.time() + 2.0
         for rank in range(n):
             self._write(Path(told.partition("=")[2]), rank, n, step, begin)

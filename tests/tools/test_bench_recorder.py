@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.core import listeners
 from hvdkit.errors import DataError
-from hvdkit.observe import step_files
-from hvdkit.steps import step_times
-from hvdkit.steps.step_times import VARIABLE
+from hvdkit.observe import step_files, step_times
 
 
 class Clock:
@@ -37,8 +36,8 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_times, "_recorder", None)
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(listeners, "RECORDERS", [])
+    monkeypatch.setenv(listeners.STEP_TIMES, str(tmp_path))
     monkeypatch.setenv("HOROVOD_RANK", "1")
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     return tmp_path
@@ -51,19 +50,19 @@ def slow(clock, count, seconds):
 
 
 def test_without_the_variable_the_batches_are_given_back_themselves(monkeypatch):
-    monkeypatch.setattr(step_times, "_recorder", None)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(listeners, "RECORDERS", [])
+    monkeypatch.delenv(listeners.STEP_TIMES, raising=False)
     batches = [1, 2]
     assert step_times.record_steps(batches) is batches
-    step_times.ready()
+    listeners.ready()
 
 
 def test_every_step_is_written_with_its_input_apart(clock, directory):
     for _ in step_times.record_steps(slow(clock, 3, 0.25)):
         clock.sleep(0.5)
-        step_times.ready()
+        listeners.ready()
         clock.sleep(0.125)
-        step_times.ready()
+        listeners.ready()
     (times,) = step_files.read(directory)
     assert times.rank == 1
     assert len(times.steps) == 3
@@ -103,7 +102,7 @@ def test_the_recorded_batches_are_like_the_batches(directory):
 
 
 def test_what_cannot_be_written_is_a_warning(directory, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(directory / "missing"))
+    monkeypatch.setenv(listeners.STEP_TIMES, str(directory / "missing"))
     with pytest.warns(UserWarning, match="the times of the steps are lost"):
         assert list(step_times.record_steps([1, 2])) == [1, 2]
 
@@ -169,10 +168,10 @@ def test_of_each_step_it_is_written_what_the_thread_got_until_its_gradients_were
         begun = time.thread_time()
         while time.thread_time() < begun + 0.02:
             pass
-        step_times.ready()
+        listeners.ready()
         while time.thread_time() < begun + 0.05:
             pass
-        step_times.arrived()
+        listeners.arrived()
     (times,) = step_files.read(directory)
     assert times.cpus == os.sched_getaffinity(0)
     for step in times.steps:
@@ -317,11 +316,11 @@ def test_a_batch_taken_within_the_step_is_waited_for_until_then(seen, clock, dir
 
 def test_a_file_is_of_one_process_and_of_the_last_attempt(clock, directory, monkeypatch):
     list(step_times.record_steps([1]))
-    monkeypatch.setattr(step_times, "_recorder", None)
+    monkeypatch.setattr(listeners, "RECORDERS", [])
     with pytest.warns(UserWarning, match="File exists"):
         list(step_times.record_steps([1, 2, 3]))
     assert [len(times.steps) for times in step_files.read(directory)] == [1]
-    monkeypatch.setattr(step_times, "_recorder", None)
+    monkeypatch.setattr(listeners, "RECORDERS", [])
     monkeypatch.setenv("HVDKIT_RESTART", "1")
     list(step_times.record_steps([1, 2]))
     assert [len(times.steps) for times in step_files.read(directory)] == [2]

@@ -41,10 +41,11 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.common import json_files
+from hvdkit.core import listeners
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.jobs.launch import recordings, stall
 from hvdkit.jobs.launch.options import Request
-from hvdkit.observe import step_files, step_marks
+from hvdkit.observe import step_files, step_marks, step_times
 from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
 from hvdkit.read.explain import explain, step_causes
@@ -52,7 +53,6 @@ from hvdkit.read.explain.cli import LINES, lines
 from hvdkit.read.explain.results import Explanation, JobLaunch
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 from hvdkit.read.timeline import summary as timeline_summary
-from hvdkit.steps import step_times
 
 SAYS = {
     fsync: "waits for its disk (fsync)",
@@ -762,7 +762,7 @@ def test_several_optimizers_take_one_step(monkeypatch):
             self.steps += 1
 
     monitor, hooks = Counting(), Hooks()
-    monkeypatch.setattr(step_times, "MONITORS", [monitor])
+    monkeypatch.setattr(listeners, "MONITORS", [monitor])
     step_marks.torch_optimizers(hooks)
     step_marks.torch_optimizers(hooks)
     assert len(hooks.around) == 2, "asked for twice, and told once"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdkit.common.units import count_text
+from hvdkit.core import listeners
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch import batch, horovodrun, mpirun, on_host, recordings, stage, stall
 from hvdkit.jobs.launch.command import Command, as_one_word, through_mpi4py
@@ -27,7 +28,6 @@ from hvdkit.jobs.launch.model import (
 )
 from hvdkit.jobs.launch.options import Request, who_says
 from hvdkit.jobs.launch.rank import WORKERS
-from hvdkit.steps import step_times
 from hvdkit.steps.launchers import batch_job, inside_srun
 
 _OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
@@ -290,7 +290,7 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
         variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
         settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
     if request.monitor is not None:
-        settings.append(Setting("--monitor", variables={step_times.MONITOR: str(request.monitor)}))
+        settings.append(Setting("--monitor", variables={listeners.MONITOR: str(request.monitor)}))
     if request.stall_timeout is not None:
         settings.append(_stall_check(request.stall_timeout, request.variables, environ))
     return settings

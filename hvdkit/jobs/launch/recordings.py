@@ -11,6 +11,7 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common.units import ranks_text
+from hvdkit.core import listeners
 from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch.command import Command
 from hvdkit.jobs.launch.model import LaunchFacts, LaunchPlan, Setting
@@ -19,7 +20,6 @@ from hvdkit.jobs.launch.rank import with_startup
 from hvdkit.observe import step_marks, torch_profile
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
-from hvdkit.steps import step_times
 from hvdkit.steps.device import threads_asked
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
@@ -85,7 +85,7 @@ def settings(request: Request, environ: Mapping[str, str]) -> list[Setting]:
         timeline = request.variables.get("HOROVOD_TIMELINE", request.timeline or environ.get("HOROVOD_TIMELINE"))
         variables = {
             **({} if timeline else {"HOROVOD_TIMELINE": "DYNAMIC"}),
-            step_times.VARIABLE: str(request.explain_job / _STEPS),
+            listeners.STEP_TIMES: str(request.explain_job / _STEPS),
             step_marks.VARIABLE: "1" if timeline else str(request.explain_job / "timeline.json"),
             **ours,
         }

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.common.units import ranks_text
+from hvdkit.core import listeners
 from hvdkit.errors import DataError, LaunchError
 from hvdkit.jobs.trials import DEFAULT, Launch, TrialJob
 from hvdkit.measure.bench.measurement import JobSteps, measure
 from hvdkit.measure.bench.results import MeasuredJob, ScalingResults, measurable
 from hvdkit.measure.bench.subject import ScalingAsked
 from hvdkit.observe import step_files
-from hvdkit.steps import step_times
 
 Run = Callable[[int], tuple[TrialJob, JobSteps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
@@ -59,7 +59,7 @@ class Jobs:
         """
         with tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-") as name:
             folder, started = Path(name).absolute(), time.time()
-            options = (*self.options(ranks), "--env", f"{step_times.VARIABLE}={folder}")
+            options = (*self.options(ranks), "--env", f"{listeners.STEP_TIMES}={folder}")
             job = Launch(ranks, self.command, options)(DEFAULT, self.timeout_s)
             if job.failure is not None:
                 return job, None

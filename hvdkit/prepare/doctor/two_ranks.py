@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.common.json_files import Part
+from hvdkit.core import listeners
 from hvdkit.prepare.doctor import host
-from hvdkit.steps import step_times
 
 RANKS = 2
 CHECKS = ("allreduce", "training")
@@ -24,7 +24,7 @@ CHECKS = ("allreduce", "training")
 _SAID = re.compile(r"hvdkit test: (\w+): (.*)")
 _REASONS = (r"hvdkit: .*|(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*", r"hvdkit launch: .*")
 """Lines of a failed job that say why, the better ones first: a sentence of a rank, or the end of its traceback."""
-WRITING = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", step_times.MONITOR)
+WRITING = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", listeners.MONITOR)
 """Variables that have a training write files, which these few steps must not replace."""
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.steps.recording import TimelineSteps
+from hvdkit.observe.recording import TimelineSteps
 
 
 class Horovod:

@@ -1,11 +1,7 @@
-"""When every step of a training begins and ends on this rank, for those who listen; nothing where nobody does.
-
-Listeners are the recorder of ``hvdkit bench`` and ``explain``, and monitors (``hvdkit.observe``).
-"""
+"""When every step of a training begins and ends on this rank, written down for ``hvdkit bench`` and ``explain``."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import math
@@ -19,15 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from hvdkit.core import listeners
 from hvdkit.steps import launchers
-from hvdkit.steps.topology import Topology
 
 MARK, VERSION = "step times", 1
-"""Of the first line of a file, which ``hvdkit.observe.step_files`` reads."""
-VARIABLE = "HVDKIT_STEP_TIMES"
-"""Environment variable with the directory to which every rank writes; unset or empty: nothing is recorded."""
-MONITOR = "HVDKIT_MONITOR"
-"""Environment variable with the directory of the history that ``hvdkit launch --monitor`` asks for."""
+"""Of the first line of a file, which ``step_files`` reads."""
 _SETTLED = 5
 """First steps that say nothing of the cores: what is built in them does not recur."""
 _KEPT, _KEPT_S = 512, (2.0, 60.0)
@@ -257,31 +249,22 @@ class RecordedSteps(Generic[_T]):
             recorder.finished()
 
 
-_recorder: Recorder | None = None
-RECORDERS: list[Recorder] = []
-"""The recorder of this process, once there is one; who looks here first need not call ``ready`` where nobody hears."""
-MONITORS: list[Any] = []
-"""Those of this process that have not been closed."""
-restored_step = 0
-"""Of the checkpoint that this process has gone on from."""
-
-
 def recorder() -> Recorder | None:
     """The recorder of this process; None when the environment does not ask for one.
 
     Raises:
         LauncherError: the launcher's environment is incomplete.
     """
-    global _recorder
-    directory = os.environ.get(VARIABLE)
+    directory = os.environ.get(listeners.STEP_TIMES)
     if not directory:
         return None
-    if _recorder is None:
+    if not listeners.RECORDERS:
         launched = launchers.detect(os.environ)
-        _recorder = Recorder(directory, 0 if launched is None else launched.rank)
-        RECORDERS.append(_recorder)
-        gc.callbacks.append(_collections(_recorder))
-    return _recorder
+        found = Recorder(directory, 0 if launched is None else launched.rank)
+        gc.callbacks.append(_collections(found))
+        listeners.RECORDERS.append(found)
+    made: Recorder = listeners.RECORDERS[0]
+    return made
 
 
 def _collections(found: Recorder) -> Callable[[str, Mapping[str, int]], None]:
@@ -309,100 +292,11 @@ def record_steps(batches: Iterable[_T]) -> Iterable[_T]:
     Args:
         batches: any iterable, such as the loader of ``shard``.
     """
-    for one in MONITORS:
+    for one in listeners.MONITORS:
         if one.automatic:
             batches = RecordedSteps(batches, one)
     found = recorder()
     return batches if found is None else RecordedSteps(batches, found)
-
-
-def wanted() -> bool:
-    """Whether somebody listens, so that a graph that is built now should say when its gradients are there."""
-    return bool(os.environ.get(VARIABLE) or os.environ.get(MONITOR) or MONITORS)
-
-
-def ready() -> None:
-    """Say that this rank's gradients are there and that it only waits for the others from now on.
-
-    Without it the wait for slower ranks counts as part of the computation. Does nothing where nobody listens.
-    """
-    if _recorder is not None:
-        _recorder.ready()
-    for monitor in MONITORS:
-        monitor.ready()
-
-
-def arrived() -> None:
-    """Say that the gradients of all ranks are there, and the wait for them is over."""
-    if _recorder is not None:
-        _recorder.arrived()
-    for monitor in MONITORS:
-        monitor.arrived()
-
-
-def taken() -> None:
-    """Say, within a step, that its batch is only there now."""
-    for monitor in MONITORS:
-        monitor.taken()
-
-
-@contextlib.contextmanager
-def during(name: str) -> Iterator[None]:
-    """Say what is done meanwhile: see ``StepEvent.name``."""
-    begun = time.perf_counter()
-    try:
-        yield
-    finally:
-        if _recorder is not None:
-            _recorder.event(name, begun, time.perf_counter() - begun)
-
-
-def looked(parameter: str, norm: Any) -> None:
-    """Say what the norm of this rank's own gradient of a parameter is: not finite, or not known to the host yet."""
-    for monitor in MONITORS:
-        monitor.looked(parameter, norm)
-
-
-def wants_norm() -> bool:
-    """Whether the norm of this step's mean gradient is to be told, by ``tell_norm``."""
-    return any(monitor.wants_norm() for monitor in MONITORS)
-
-
-def tell_norm(value: Any) -> None:
-    """Tell it: a number, or what ``float`` makes one of."""
-    for monitor in MONITORS:
-        monitor.norm(value)
-
-
-def saved(step: int) -> None:
-    """Say, on the root, that a checkpoint is complete."""
-    for monitor in MONITORS:
-        monitor.saved(step)
-
-
-def restored(step: int) -> None:
-    """Say that the training goes on after so many steps."""
-    global restored_step
-    restored_step = step
-
-
-def done() -> int | None:
-    """Steps that are done, as a monitor counts; None where nobody knows."""
-    return next((one.done() for one in MONITORS), restored_step or None)
-
-
-def go_to(step: int | None, epoch: int) -> None:
-    """Say that an elastic training goes on after so many steps; None: where it began."""
-    if step is not None:
-        restored(step)
-    for monitor in MONITORS:
-        monitor.go_to(step, epoch)
-
-
-def follow(world: Topology) -> None:
-    """Say that the ranks of an elastic training are others now."""
-    for monitor in MONITORS:
-        monitor.follow(world)
 
 
 class Processor:

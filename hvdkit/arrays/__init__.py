@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.observe.step_times import record_steps
+from hvdkit.observe.step_files import record_steps
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes
 from hvdkit.steps.epochs import steps_per_epoch

@@ -22,11 +22,10 @@ from typing import Any, TypeVar
 from hvdkit.core import listeners
 from hvdkit.core.communicator import ALLGATHER, Communicator
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.observe import step_times
-from hvdkit.observe.monitor_thread import MonitorThread
+from hvdkit.observe import step_files
+from hvdkit.observe.monitor_thread import MOST_LOGS, MonitorThread, Window, samples_of
 from hvdkit.observe.root_sinks import RootSinks, checked_trackers
 from hvdkit.observe.stragglers import Report
-from hvdkit.observe.windows import MOST_LOGS, Window, samples_of
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
@@ -143,11 +142,11 @@ class Monitor(ABC):
 
     # What the training says ------------------------------------------------------------------------------------------
 
-    def __call__(self, batches: Iterable[_T]) -> step_times.RecordedSteps[_T]:
+    def __call__(self, batches: Iterable[_T]) -> step_files.RecordedSteps[_T]:
         """The batches of an epoch, each of which is a step; the loop over them is what is watched."""
         if self._steps is None and self._epochs is not None and isinstance(batches, Sized):
             self._steps = self._epochs * len(batches)
-        return step_times.RecordedSteps(step_times.record_steps(batches), self)
+        return step_files.RecordedSteps(step_files.record_steps(batches), self)
 
     def log(self, **values: Any) -> None:
         """Numbers of this step, the same names on every rank; the history has their mean, weighted by samples.
@@ -245,7 +244,7 @@ class Monitor(ABC):
     def _begin(self, now: float) -> None:
         self.step = self._start = listeners.restored_step if self._start is None else self._start
         self._window.begun = now
-        self._processor = step_times.Processor()  # of this thread, which trains
+        self._processor = step_files.Processor()  # of this thread, which trains
         self._used = self._processor.spent()
         gather = self._ranks.background(ALLGATHER, self._name)
         keeps = self._on_report is not None

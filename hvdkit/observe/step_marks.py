@@ -261,11 +261,11 @@ def _recorder() -> Any:
     """The recorder that hvdkit's framework bindings use, too; None where there can be none."""
     try:
         from hvdkit.errors import LauncherError
-        from hvdkit.observe import step_times
+        from hvdkit.observe import step_files
     except ImportError:
         return None
     try:
-        found = step_times.recorder()
+        found = step_files.recorder()
     except LauncherError:  # init() says it better
         return None
     if found is not None and not found.marked:  # this file is loaded once for each function of it

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdkit.errors import LauncherError, TopologyMismatchError
 from hvdkit.steps import bootstrap, launchers, stalls
-from hvdkit.steps.mpi_library import loaded_mpi
+from hvdkit.steps.bootstrap import loaded_mpi
 from hvdkit.steps.topology import Topology
 
 _RANK_PROCESS = "HVDKIT_RANK_PROCESS"

@@ -12,7 +12,7 @@ from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.observe.monitor import begin_if_asked
 from hvdkit.observe.recording import TimelineSteps
-from hvdkit.observe.step_times import record_steps
+from hvdkit.observe.step_files import record_steps
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch

@@ -10,7 +10,7 @@ from typing import Any
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.observe.recording import TimelineSteps
-from hvdkit.observe.step_times import record_steps
+from hvdkit.observe.step_files import record_steps
 from hvdkit.observe.torch_profile import profile
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting

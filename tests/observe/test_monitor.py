@@ -16,9 +16,9 @@ import pytest
 from hvdkit.core import listeners
 from hvdkit.core.communicator import Alone
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.observe import history, monitor, step_times, trackers
+from hvdkit.observe import history, monitor, step_files, trackers
 from hvdkit.observe.history import read
-from hvdkit.observe.windows import stalls_of
+from hvdkit.observe.monitor_thread import stalls_of
 from hvdkit.steps.topology import Topology
 
 WORLD = Topology(0, 1)
@@ -79,7 +79,7 @@ def test_a_loop_that_is_watched_is_recorded_for_bench(tmp_path, monkeypatch, als
     with Monitor(None, WORLD, every=3) as watching:
         batches = [np.zeros((4, 2))] * 4
         for _ in range(2):
-            for _ in watching(step_times.record_steps(batches) if also_recorded else batches):
+            for _ in watching(step_files.record_steps(batches) if also_recorded else batches):
                 pass
     _, *steps = (tmp_path / "rank-0.jsonl").read_text().splitlines()
     times = [json.loads(line) for line in steps if line.startswith("[")]

@@ -80,11 +80,11 @@ SLURM = {
 
 def test_gloo_is_needed_where_mpi_would_not_find_the_ranks(monkeypatch):
     launched = detect(SLURM)
-    monkeypatch.setattr(bootstrap.mpi_library, "loaded_mpi", lambda: "Open MPI v5.0.11")
+    monkeypatch.setattr(bootstrap, "loaded_mpi", lambda: "Open MPI v5.0.11")
     assert bootstrap.is_needed(Horovod(mpi=True), launched, SLURM)
     assert not bootstrap.is_needed(Horovod(mpi=True), launched, {**SLURM, "PMIX_RANK": "1"})
     assert bootstrap.is_needed(Horovod(mpi=True), launched, {**SLURM, "PMI_RANK": "1"})  # Open MPI 5 knows PMIx only
-    monkeypatch.setattr(bootstrap.mpi_library, "loaded_mpi", lambda: "MPICH Version: 4.1")
+    monkeypatch.setattr(bootstrap, "loaded_mpi", lambda: "MPICH Version: 4.1")
     assert not bootstrap.is_needed(Horovod(mpi=True), launched, {**SLURM, "PMI_RANK": "1"})
     assert bootstrap.is_needed(Horovod(mpi=False), launched, {**SLURM, "PMI_RANK": "1"})
     assert bootstrap.is_needed(Horovod(mpi=True), launched, {**SLURM, "PMIX_RANK": "1", "HOROVOD_CONTROLLER": "gloo"})

@@ -10,7 +10,7 @@ import pytest
 
 from hvdkit.core import listeners
 from hvdkit.errors import DataError
-from hvdkit.observe import step_files, step_times
+from hvdkit.observe import step_files
 
 
 class Clock:
@@ -29,8 +29,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_times.time, "perf_counter", clock)
-    monkeypatch.setattr(step_times.time, "time", lambda: clock.now + 1_000_000)
+    monkeypatch.setattr(step_files.time, "perf_counter", clock)
+    monkeypatch.setattr(step_files.time, "time", lambda: clock.now + 1_000_000)
     return clock
 
 
@@ -53,12 +53,12 @@ def test_without_the_variable_the_batches_are_given_back_themselves(monkeypatch)
     monkeypatch.setattr(listeners, "RECORDERS", [])
     monkeypatch.delenv(listeners.STEP_TIMES, raising=False)
     batches = [1, 2]
-    assert step_times.record_steps(batches) is batches
+    assert step_files.record_steps(batches) is batches
     listeners.ready()
 
 
 def test_every_step_is_written_with_its_input_apart(clock, directory):
-    for _ in step_times.record_steps(slow(clock, 3, 0.25)):
+    for _ in step_files.record_steps(slow(clock, 3, 0.25)):
         clock.sleep(0.5)
         listeners.ready()
         clock.sleep(0.125)
@@ -75,7 +75,7 @@ def test_every_step_is_written_with_its_input_apart(clock, directory):
 
 def test_epochs_are_written_one_after_the_other_and_what_is_between_them_is_no_step(clock, directory):
     for _ in range(2):
-        for _ in step_times.record_steps([1, 2]):
+        for _ in step_files.record_steps([1, 2]):
             clock.sleep(1.0)
         clock.sleep(30.0)
     (times,) = step_files.read(directory)
@@ -83,7 +83,7 @@ def test_epochs_are_written_one_after_the_other_and_what_is_between_them_is_no_s
 
 
 def test_a_step_that_ends_with_break_counts(clock, directory):
-    for number in step_times.record_steps(slow(clock, 9, 0.0)):
+    for number in step_files.record_steps(slow(clock, 9, 0.0)):
         clock.sleep(1.0)
         if number == 2:
             break
@@ -95,16 +95,16 @@ def test_the_recorded_batches_are_like_the_batches(directory):
     class Loader(list):
         epoch = 7
 
-    steps = step_times.record_steps(Loader([1, 2]))
+    steps = step_files.record_steps(Loader([1, 2]))
     assert len(steps) == 2 and steps.epoch == 7 and list(steps) == [1, 2]
     with pytest.raises(TypeError, match="generator has no length"):
-        len(step_times.record_steps(number for number in [1]))
+        len(step_files.record_steps(number for number in [1]))
 
 
 def test_what_cannot_be_written_is_a_warning(directory, monkeypatch):
     monkeypatch.setenv(listeners.STEP_TIMES, str(directory / "missing"))
     with pytest.warns(UserWarning, match="the times of the steps are lost"):
-        assert list(step_times.record_steps([1, 2])) == [1, 2]
+        assert list(step_files.record_steps([1, 2])) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -142,20 +142,20 @@ def test_an_empty_file_is_refused_and_an_empty_directory_is_nothing(tmp_path):
 
 
 def test_the_file_is_json_lines(clock, directory):
-    list(step_times.record_steps([1]))
+    list(step_files.record_steps([1]))
     header, step = [json.loads(line) for line in (directory / "rank-1.jsonl").read_text().splitlines()]
     assert header.items() >= {"hvdkit": "step times", "version": 1, "rank": 1}.items()
     assert len(step) == 8 and step[2] is None and step[4] is None
 
 
 def test_a_host_is_a_number_and_no_name(clock, directory):
-    list(step_times.record_steps([1]))
+    list(step_files.record_steps([1]))
     (times,) = step_files.read(directory)
     assert isinstance(times.host, int) and os.uname().nodename not in (directory / "rank-1.jsonl").read_text()
 
 
 def test_what_the_processor_gave_is_written_where_the_kernel_says_it(clock, directory):
-    list(step_times.record_steps(range(9)))
+    list(step_files.record_steps(range(9)))
     (times,) = step_files.read(directory)
     if Path("/proc/self/schedstat").exists():
         assert times.cores.steps == 4 and times.cores.ran >= 0 and times.cores.queued >= 0
@@ -164,7 +164,7 @@ def test_what_the_processor_gave_is_written_where_the_kernel_says_it(clock, dire
 
 
 def test_of_each_step_it_is_written_what_the_thread_got_until_its_gradients_were_there(clock, directory):
-    for _ in step_times.record_steps(range(3)):
+    for _ in step_files.record_steps(range(3)):
         begun = time.thread_time()
         while time.thread_time() < begun + 0.02:
             pass
@@ -181,7 +181,7 @@ def test_of_each_step_it_is_written_what_the_thread_got_until_its_gradients_were
 
 
 def test_garbage_collection_that_takes_a_while_is_written(directory):
-    for _ in step_times.record_steps([1]):
+    for _ in step_files.record_steps([1]):
         held = [[number] for number in range(200_000)]
         gc.collect()
         del held
@@ -190,11 +190,11 @@ def test_garbage_collection_that_takes_a_while_is_written(directory):
 
 
 def test_many_short_collections_leave_room_for_what_takes_long(tmp_path):
-    recorder = step_times.Recorder(tmp_path, 0)
+    recorder = step_files.Recorder(tmp_path, 0)
     for number in range(5000):
         recorder.event("gc", 100.0 + number, 1e-5)
     recorder.event("saving", 6000.0, 2.0)
-    list(step_times.RecordedSteps([1], recorder))
+    list(step_files.RecordedSteps([1], recorder))
     (times,) = step_files.read(tmp_path)
     assert [(one.name, one.seconds) for one in times.events] == [("saving", 2.0)]
 
@@ -205,16 +205,16 @@ def open_files():
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not say it")
 def test_a_recorder_of_the_processor_leaves_no_open_file():
-    step_times.Processor()
+    step_files.Processor()
     before = open_files()
-    kept = [step_times.Processor() for _ in range(20)]
+    kept = [step_files.Processor() for _ in range(20)]
     assert open_files() == before + 20
     del kept
     assert open_files() == before
 
 
 def test_many_steps_are_written_before_the_end(clock, directory):
-    steps = iter(step_times.record_steps(range(1000)))
+    steps = iter(step_files.record_steps(range(1000)))
     for _ in range(600):
         next(steps)
     (times,) = step_files.read(directory)
@@ -222,7 +222,7 @@ def test_many_steps_are_written_before_the_end(clock, directory):
 
 
 def test_a_job_that_is_killed_leaves_at_least_half_of_its_time_and_all_but_a_minute(clock, directory):
-    steps = iter(step_times.record_steps(slow(clock, 300, 1.0)))
+    steps = iter(step_files.record_steps(slow(clock, 300, 1.0)))
     left = []
     for _ in range(300):
         next(steps)
@@ -237,7 +237,7 @@ def test_a_job_that_is_killed_leaves_at_least_half_of_its_time_and_all_but_a_min
 
 @pytest.fixture
 def seen(clock, directory):
-    return step_times.recorder()
+    return step_files.recorder()
 
 
 def load(recorder, clock, seconds, *, more=True):
@@ -295,7 +295,7 @@ def test_a_script_without_a_loader_has_steps_from_the_second_on(seen, clock, dir
 
 def test_who_records_by_hand_goes_first(seen, clock, directory):
     load(seen, clock, 9.0)
-    for _ in step_times.record_steps([1, 2]):
+    for _ in step_files.record_steps([1, 2]):
         load(seen, clock, 0.25)
         seen.asked(by_hand=False)
         seen.given(by_hand=False)
@@ -315,12 +315,12 @@ def test_a_batch_taken_within_the_step_is_waited_for_until_then(seen, clock, dir
 
 
 def test_a_file_is_of_one_process_and_of_the_last_attempt(clock, directory, monkeypatch):
-    list(step_times.record_steps([1]))
+    list(step_files.record_steps([1]))
     monkeypatch.setattr(listeners, "RECORDERS", [])
     with pytest.warns(UserWarning, match="File exists"):
-        list(step_times.record_steps([1, 2, 3]))
+        list(step_files.record_steps([1, 2, 3]))
     assert [len(times.steps) for times in step_files.read(directory)] == [1]
     monkeypatch.setattr(listeners, "RECORDERS", [])
     monkeypatch.setenv("HVDKIT_RESTART", "1")
-    list(step_times.record_steps([1, 2]))
+    list(step_files.record_steps([1, 2]))
     assert [len(times.steps) for times in step_files.read(directory)] == [2]

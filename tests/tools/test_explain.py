@@ -45,7 +45,7 @@ from hvdkit.core import listeners
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.jobs.launch import recordings, stall
 from hvdkit.jobs.launch.options import Request
-from hvdkit.observe import step_files, step_marks, step_times
+from hvdkit.observe import step_files, step_marks
 from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
 from hvdkit.read.explain import explain, step_causes
@@ -681,8 +681,8 @@ def test_the_timeline_is_of_some_steps_and_one_that_cannot_be_ends_no_training(m
 
 def test_an_event_within_another_is_a_part_of_it_and_one_of_no_end_is_none(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(step_times.time, "perf_counter", lambda: now[0])
-    recorder, model, teacher = step_times.Recorder(tmp_path, 0), Optimizer(), Optimizer()
+    monkeypatch.setattr(step_files.time, "perf_counter", lambda: now[0])
+    recorder, model, teacher = step_files.Recorder(tmp_path, 0), Optimizer(), Optimizer()
     recorder.event("fsync", 1.0, 0.5)
     recorder.event("saving", 0.5, 2.0)
     recorder.event("fsync", 4.0, 0.5)

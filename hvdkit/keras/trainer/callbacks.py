@@ -14,7 +14,7 @@ from hvdkit.keras import private, seeds, state
 from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.transport import TRANSPORT, HorovodTransport
 from hvdkit.observe.recording import TimelineSteps
-from hvdkit.observe.step_times import Recorder, recorder
+from hvdkit.observe.step_files import Recorder, recorder
 from hvdkit.steps import agreement
 from hvdkit.tf_shared.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
 

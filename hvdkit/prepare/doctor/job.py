@@ -28,8 +28,8 @@ from hvdkit.prepare.doctor.finding import WIDEST, Found, examine, has_errors, pa
 from hvdkit.prepare.install.facts import DISTRIBUTIONS
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers
+from hvdkit.steps.bootstrap import loaded_mpi
 from hvdkit.steps.device import cpu_threads_here, threads_asked
-from hvdkit.steps.mpi_library import loaded_mpi
 
 PACKAGES: tuple[str, ...] = ("hvdkit", *(name for names in DISTRIBUTIONS.values() for name in names), "numpy")
 _CPU = "cpu"

@@ -24,8 +24,8 @@ from hvdkit.core.communicator import ALLGATHER, Communicator
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.observe import step_files
 from hvdkit.observe.monitor_thread import MOST_LOGS, MonitorThread, Window, samples_of
-from hvdkit.observe.root_sinks import RootSinks, checked_trackers
 from hvdkit.observe.stragglers import Report
+from hvdkit.observe.trackers import RootSinks, checked_trackers
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology

@@ -22,8 +22,8 @@ import numpy as np
 
 from hvdkit.core.communicator import Words, text_of, words_of
 from hvdkit.observe.lateness import Floats, lower_median
-from hvdkit.observe.root_sinks import RootSinks
 from hvdkit.observe.stragglers import LASTING, Report, Scores, summary
+from hvdkit.observe.trackers import RootSinks
 from hvdkit.steps.launchers import is_elastic
 
 WORDS = 37

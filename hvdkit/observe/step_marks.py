@@ -38,6 +38,30 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, call)
 
 
+def _mark(
+    owner: Any,
+    name: str,
+    before: Callable[[Any, Any], object] = lambda *_: None,
+    after: Callable[[Any, Any], object] = lambda *_: None,
+) -> None:
+    """Tell the recorder, where there is one, before a call of a function, with its first argument, and after it.
+
+    Args:
+        after: is given what the function returned.
+    """
+
+    def call(original: Any, *arguments: Any, **options: Any) -> Any:
+        recorder = _recorder()
+        if recorder is None:
+            return original(*arguments, **options)
+        before(recorder, arguments[0] if arguments else None)
+        found = original(*arguments, **options)
+        after(recorder, found)
+        return found
+
+    wrap(owner, name, call)
+
+
 def torch_loaders(module: ModuleType) -> None:
     """A batch of a ``DataLoader`` is input; ``torch.utils.data.dataloader`` has just been imported."""
 
@@ -148,59 +172,32 @@ def torch_saving(module: ModuleType) -> None:
 def torch_evaluation(module: ModuleType) -> None:
     """From ``eval()`` to ``train()`` of one model nothing is trained; ``torch.nn.modules.module`` has been imported."""
 
-    def evaluate(original: Any, self: Any) -> Any:
-        recorder = _recorder()
-        if recorder is not None:
-            recorder.evaluating(self, begins=True)
-        return original(self)
-
     def train(original: Any, self: Any, mode: bool = True) -> Any:
         recorder = _recorder() if mode else None
         if recorder is not None:
             recorder.evaluating(self, begins=False)
         return original(self, mode)
 
-    wrap(module.Module, "eval", evaluate)
+    _mark(module.Module, "eval", before=lambda recorder, model: recorder.evaluating(model, begins=True))
     wrap(module.Module, "train", train)
 
 
 def horovod_waits(module: ModuleType) -> None:
     """``synchronize()`` means that local gradients are ready; ``horovod.torch.mpi_ops`` has just been imported."""
 
-    def synchronize(original: Any, *arguments: Any, **options: Any) -> Any:
-        recorder = _recorder()
-        if recorder is None:
-            return original(*arguments, **options)
-        recorder.ready()
-        try:
-            return original(*arguments, **options)
-        finally:
-            recorder.arrived()
-
-    wrap(module, "synchronize", synchronize)
+    _mark(module, "synchronize", lambda recorder, _: recorder.ready(), lambda recorder, _: recorder.arrived())
 
 
 def tensorflow_iterators(module: ModuleType) -> None:
     """A turn of a loop over a data set is a step; within Keras' ``fit`` the batch is taken inside of the step."""
 
-    def of_loop(original: Any, self: Any) -> Any:
-        recorder = _recorder() if eager() else None
-        if recorder is None:
-            return original(self)
-        recorder.asked(by_hand=False)
-        batch = original(self)
-        recorder.given(by_hand=False)
-        return batch
-
-    def of_graph(original: Any, self: Any) -> Any:
-        recorder = _recorder()
-        batch = original(self)
-        if recorder is not None:
-            _after(batch, recorder.taken)
-        return batch
-
-    wrap(module.OwnedIterator, "__next__", of_loop)
-    wrap(module.OwnedIterator, "get_next", of_graph)
+    _mark(
+        module.OwnedIterator,
+        "__next__",
+        before=lambda recorder, _: eager() and recorder.asked(by_hand=False),
+        after=lambda recorder, _: eager() and recorder.given(by_hand=False),
+    )
+    _mark(module.OwnedIterator, "get_next", after=lambda recorder, batch: _after(batch, recorder.taken))
 
 
 def eager() -> bool:
@@ -224,30 +221,13 @@ def _after(batch: Any, say: Callable[[], None]) -> None:
 def keras_fit(module: ModuleType) -> None:
     """A batch of ``fit`` is a step; ``keras.src.callbacks.callback_list`` has just been imported."""
 
-    def around(name: str, mark: str, *, before: bool) -> None:
-        def call(original: Any, *arguments: Any, **options: Any) -> Any:
-            recorder = _recorder()
-            if recorder is not None and before:
-                getattr(recorder, mark)()
-            found = original(*arguments, **options)
-            if recorder is not None and not before:
-                getattr(recorder, mark)()
-            return found
-
-        wrap(module.CallbackList, name, call)
-
-    def evaluate(original: Any, self: Any, *arguments: Any, begins: bool, **options: Any) -> Any:
-        recorder = _recorder()
-        if recorder is not None:
-            recorder.evaluating(self, begins=begins)
-        return original(self, *arguments, **options)
-
-    wrap(module.CallbackList, "on_test_begin", functools.partial(evaluate, begins=True))
-    wrap(module.CallbackList, "on_test_end", functools.partial(evaluate, begins=False))
-    around("on_epoch_begin", "asked", before=False)
-    around("on_train_batch_begin", "given", before=True)
-    around("on_train_batch_end", "asked", before=False)
-    around("on_epoch_end", "finished", before=True)
+    callbacks = module.CallbackList
+    _mark(callbacks, "on_test_begin", before=lambda recorder, fit: recorder.evaluating(fit, begins=True))
+    _mark(callbacks, "on_test_end", before=lambda recorder, fit: recorder.evaluating(fit, begins=False))
+    _mark(callbacks, "on_epoch_begin", after=lambda recorder, _: recorder.asked())
+    _mark(callbacks, "on_train_batch_begin", before=lambda recorder, _: recorder.given())
+    _mark(callbacks, "on_train_batch_end", after=lambda recorder, _: recorder.asked())
+    _mark(callbacks, "on_epoch_end", before=lambda recorder, _: recorder.finished())
 
 
 def keras_saving(module: ModuleType) -> None:

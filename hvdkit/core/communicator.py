@@ -109,6 +109,10 @@ class Communicator(ABC):
         """
         return lambda array: self.start(collective, np.array(array), name, **options).wait(poll_s)
 
+    def has_ended(self, error: Exception) -> bool:
+        """Whether what ``background`` raised is the end of the library: then whoever waits for a rank gets an error."""
+        return type(error).__module__.partition(".")[0] not in ("builtins", "numpy")
+
     def allreduce(self, values: npt.ArrayLike, name: str, op: str = "sum") -> Array:
         """The sum ("min": the element-wise minimum) over all ranks, the same bits on each."""
         return self.run(ALLREDUCE, np.array(values, order="C"), name, op=op)  # type: ignore[no-any-return]
@@ -275,6 +279,9 @@ class OverHorovod(Communicator):
 
     def broadcast_object(self, value: Any, name: str) -> Any:
         return self.hvd.broadcast_object(value, root_rank=0, name=name, **self._among)
+
+    def has_ended(self, error: Exception) -> bool:
+        return super().has_ended(error) or not self.hvd.is_initialized()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class AllreduceCounts:
 
     def start(self, ranks: Communicator) -> None:
         """Watch from now on, between these ranks."""
-        self._rank, self._made, self._leaves = ranks.rank(), 0, False
+        self._ranks, self._rank, self._made, self._leaves = ranks, ranks.rank(), 0, False
         self._gather = ranks.background(ALLGATHER, "hvdkit.allreduce_counts")
         self._process, self._told = os.getpid(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdkit allreduce counts", daemon=True)
@@ -129,15 +129,10 @@ class AllreduceCounts:
         try:
             self._look_on()
         except Exception as error:
-            if not self._is_of_the_end(error):
+            if not self._ranks.has_ended(error):
                 what = f"the watch over allreduces has failed on rank {self._rank}: {type(error).__name__}: {error}"
                 sys.stderr.write(f"hvdkit: {what}; this is an error of hvdkit, and the job is ended.\n")
                 self.end(what)
-
-    def _is_of_the_end(self, error: Exception) -> bool:
-        """Whether it is the library's, which has ended: who waits for it gets an error, too."""
-        of_library = type(error).__module__.partition(".")[0] not in ("builtins", "numpy")
-        return of_library or (self._horovod is not None and not self._horovod.is_initialized())
 
     def _look_on(self) -> None:
         """Show the others where this rank is, until one leaves or none can go on."""

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -674,6 +675,26 @@ def test_jax_over_mpi4py_ends_with_the_rank_that_fails(run_job, capsys):
     told = run_job("keras-jax", failing_over_mpi, mpi=True, fails=True)
     assert "OSError: the disk is full" in told
     assert "hvdkit: rank 0 cannot go on: rank 1 failed in epoch 1, batch " in capsys.readouterr().out
+
+
+def fit_beside_a_watch_that_fails(hk, world):
+    """Rank 0 would wait at the end of ``fit`` for what rank 1 does not show."""
+    import keras
+
+    from hvdkit.keras.trainer import watch
+
+    failing = mock.patch.object(watch.Watch, "_exchange", lambda *_: 1 // 0)
+    with mock.patch.object(watch, "_PERIOD_S", 600), failing if world.rank else contextlib.nullcontext():
+        compiled(hk.distribute(keras.optimizers.SGD(0.1))).fit(ending("")[0], steps_per_epoch=3, verbose=0)
+    hk.average_metrics({"loss": 1.0}, world)
+
+
+@pytest.mark.parallel
+def test_a_watch_over_fit_that_fails_is_said_and_ends_every_rank(run_job, capfd):
+    failed = run_job("keras-torch", fit_beside_a_watch_that_fails, fails=True)
+    assert all(f"rank {rank} of keras-torch-2-gloo: Traceback" in failed for rank in range(2)), failed
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("hvdkit: the watch over fit")]
+    assert len(told) == 1 and "failed on rank 1: ZeroDivisionError" in told[0]
 
 
 @on_ranks("keras-torch")

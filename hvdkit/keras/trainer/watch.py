@@ -7,6 +7,7 @@ conclusion, and a rank that waits is freed by the end of Horovod. A step of the 
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -112,8 +113,11 @@ class Watch:
                 elif _are_apart(rows, quiet):
                     self._part([state for state, *_ in rows])
                     return
-        except Exception:  # Horovod has ended: who waits for it gets an error, too
-            return
+        except Exception as error:
+            if not self._transport.has_ended(error):  # the others would wait for what this rank shows next
+                self.verdict = f"the watch over fit has failed on rank {self._transport.rank()}: {error!r}"
+                sys.stderr.write(f"hvdkit: {self.verdict}; this is an error of hvdkit, and the job is ended.\n")
+                self._transport.end(self.verdict)
         finally:
             self._answered.set()
 

@@ -38,6 +38,16 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, call)
 
 
+def before(owner: Any, name: str, action: Callable[..., object]) -> None:
+    """Call ``action`` before each call of a function of a class or module, with the same arguments."""
+
+    def call(original: Any, *arguments: Any, **options: Any) -> Any:
+        action(*arguments, **options)
+        return original(*arguments, **options)
+
+    wrap(owner, name, call)
+
+
 def _mark(
     owner: Any,
     name: str,
@@ -172,14 +182,13 @@ def torch_saving(module: ModuleType) -> None:
 def torch_evaluation(module: ModuleType) -> None:
     """From ``eval()`` to ``train()`` of one model nothing is trained; ``torch.nn.modules.module`` has been imported."""
 
-    def train(original: Any, self: Any, mode: bool = True) -> Any:
+    def train(model: Any, mode: bool = True) -> None:
         recorder = _recorder() if mode else None
         if recorder is not None:
-            recorder.evaluating(self, begins=False)
-        return original(self, mode)
+            recorder.evaluating(model, begins=False)
 
     _mark(module.Module, "eval", before=lambda recorder, model: recorder.evaluating(model, begins=True))
-    wrap(module.Module, "train", train)
+    before(module.Module, "train", train)
 
 
 def horovod_waits(module: ModuleType) -> None:

@@ -39,8 +39,11 @@ class Tracker:
     def report(self, text: str) -> None:
         """A sentence about what is wrong."""
 
+    _failed = False
+
     def fail(self) -> None:
         """The training has failed; ``close`` follows."""
+        self._failed = True
 
     def close(self) -> None:
         """No more follows."""
@@ -191,7 +194,6 @@ class MLflow(Tracker):
 
         self._run = _same_id(directory / "mlflow-run", new)
         self._client.update_run(self._run, status="RUNNING")
-        self._status = "FINISHED"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = time.time_ns() // 10**6
@@ -201,11 +203,8 @@ class MLflow(Tracker):
         before = self._client.get_run(self._run).data.tags.get(self._NOTE, "")
         self._client.set_tag(self._run, self._NOTE, f"{before}- {text}\n")
 
-    def fail(self) -> None:
-        self._status = "FAILED"
-
     def close(self) -> None:
-        self._client.set_terminated(self._run, self._status)
+        self._client.set_terminated(self._run, "FAILED" if self._failed else "FINISHED")
 
 
 class WandB(Tracker):
@@ -224,7 +223,6 @@ class WandB(Tracker):
             mode=mode, resume=None if mode == "offline" else "allow",
             settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
-        self._exit_code = 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -232,11 +230,8 @@ class WandB(Tracker):
     def report(self, text: str) -> None:
         self._run.alert("hvdkit", text)
 
-    def fail(self) -> None:
-        self._exit_code = 1
-
     def close(self) -> None:
-        self._run.finish(self._exit_code)
+        self._run.finish(int(self._failed))
 
 
 class Prometheus(Tracker):

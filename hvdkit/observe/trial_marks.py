@@ -138,12 +138,11 @@ def keras_dropout(module: ModuleType) -> None:
 def keras_batch_norm(module: ModuleType) -> None:
     """BatchNormalization over this process' samples alone; ``keras.src.layers.normalization.batch_normalization``."""
 
-    def look(original: Any, self: Any, value: Any, training: Any = None, mask: Any = None) -> Any:
-        if training and self.trainable:
+    def look(layer: Any, _inputs: Any, training: Any = None, *_: Any, **__: Any) -> None:
+        if training and layer.trainable:
             current().note("BatchNorm")
-        return original(self, value, training=training, mask=mask)
 
-    step_marks.wrap(module.BatchNormalization, "call", look)
+    step_marks.before(module.BatchNormalization, "call", look)
 
 
 def keras_optimizers(module: ModuleType) -> None:
@@ -185,22 +184,10 @@ def _values(tensor: Any) -> Any:
 def keras_epochs(module: ModuleType) -> None:
     """Epochs of ``fit``, and what it evaluates within them; ``keras.src.callbacks.callback_list``."""
 
-    def begin(original: Any, self: Any, *arguments: Any, **options: Any) -> Any:
-        current().batches = self.params.get("steps") if self.params else None
-        return original(self, *arguments, **options)
+    def begin(callbacks: Any, *_: Any, **__: Any) -> None:
+        current().batches = callbacks.params.get("steps") if callbacks.params else None
 
-    def end(original: Any, *arguments: Any, **options: Any) -> Any:
-        current().epoch()
-        return original(*arguments, **options)
-
-    def evaluate(evaluating: bool) -> Any:
-        def call(original: Any, *arguments: Any, **options: Any) -> Any:
-            current().evaluating = evaluating
-            return original(*arguments, **options)
-
-        return call
-
-    step_marks.wrap(module.CallbackList, "on_epoch_begin", begin)
-    step_marks.wrap(module.CallbackList, "on_epoch_end", end)
-    step_marks.wrap(module.CallbackList, "on_test_begin", evaluate(True))
-    step_marks.wrap(module.CallbackList, "on_test_end", evaluate(False))
+    step_marks.before(module.CallbackList, "on_epoch_begin", begin)
+    step_marks.before(module.CallbackList, "on_epoch_end", lambda *_, **__: current().epoch())
+    step_marks.before(module.CallbackList, "on_test_begin", lambda *_, **__: setattr(current(), "evaluating", True))
+    step_marks.before(module.CallbackList, "on_test_end", lambda *_, **__: setattr(current(), "evaluating", False))

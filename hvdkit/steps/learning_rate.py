@@ -9,7 +9,9 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.numbers import finite, whole
 from hvdkit.steps.topology import Topology
 
-RULES = ("linear", "sqrt", "none")
+_FACTORS: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda _: 1.0}
+"""By how much a rule raises the rate for so many processes."""
+RULES = tuple(_FACTORS)
 
 
 def scale_factor(size: int, rule: str = "linear") -> float:
@@ -21,13 +23,9 @@ def scale_factor(size: int, rule: str = "linear") -> float:
     """
     if size < 1:
         raise InvalidArgumentError(f"size must be at least 1 process, got {size}.")
-    if rule == "linear":
-        return float(size)
-    if rule == "sqrt":
-        return math.sqrt(size)
-    if rule == "none":
-        return 1.0
-    raise InvalidArgumentError(f"rule must be one of {', '.join(RULES)}, got {rule!r}.")
+    if rule not in RULES:
+        raise InvalidArgumentError(f"rule must be one of {', '.join(RULES)}, got {rule!r}.")
+    return _FACTORS[rule](size)
 
 
 def scale_lr(base_lr: float, world: Topology, rule: str = "linear") -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import socket
@@ -33,22 +34,20 @@ def expand(hostlist: str) -> list[str]:
 
 
 def _expand_one(part: str, hostlist: str) -> list[str]:
-    match = _BRACKETS.search(part)
-    if match is None:
-        return [part]
+    texts = _BRACKETS.split(part)  # every second one stood between brackets
+    choices = [_numbers(text, hostlist) if place % 2 else [text] for place, text in enumerate(texts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _numbers(ranges: str, hostlist: str) -> list[str]:
     names = []
-    for piece in match[1].split(","):
+    for piece in ranges.split(","):
         first, dash, last = piece.strip().partition("-")
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
             raise LauncherError(f"the host list {hostlist!r} has {piece!r} where a number or a range is due.")
         names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    head, tail = part[: match.start()], part[match.end() :]
-    return (
-        [f"{head}{name}{rest}" for name in names for rest in _expand_one(tail, hostlist)]
-        if tail
-        else [f"{head}{name}" for name in names]
-    )
+    return names
 
 
 def address(host: str) -> str:

@@ -120,7 +120,8 @@ def test_a_batch_without_a_shape_counts_no_samples(tmp_path):
     assert read(tmp_path / "metrics.jsonl")[1]["samples_per_s"] is None
 
 
-def test_where_the_time_goes(tmp_path):
+@pytest.mark.parametrize("arrives", [True, False])
+def test_where_the_time_goes(tmp_path, arrives):
     def slow():
         for _ in range(2):
             time.sleep(0.1)
@@ -131,7 +132,8 @@ def test_where_the_time_goes(tmp_path):
             time.sleep(0.05)
             watching.ready()
             time.sleep(0.2)
-            watching.arrived()
+            if arrives:
+                watching.arrived()
     ranks = read(tmp_path / "metrics.jsonl")[1]["ranks"]
     assert ranks["input"][0] >= 0.1 and ranks["compute"][0] >= 0.05 and ranks["wait"][0] >= 0.2
     assert ranks["compute"][0] < ranks["step"][0] - 0.29

@@ -58,3 +58,20 @@ def test_steps_of_fit_are_counted_by_its_loader_alone() -> None:
         look.take()
         passes.stepped_behind()
     assert loader.epoch() is None and passes.told() == 0
+
+
+def test_a_pass_whose_steps_were_undone_is_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        weights = b"first"
+
+    model = Model()
+    monkeypatch.setattr(passes, "_models", {})
+    passes.look_at_weights(model, lambda model: model.weights)
+    loader = passes.Passes(Start())
+    search = loader.begin(Start(), None)
+    search.take()
+    model.weights = b"moved"
+    passes.stepped()
+    assert loader.epoch() is search
+    model.weights = b"first"
+    assert loader.epoch() is None

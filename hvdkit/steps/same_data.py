@@ -26,7 +26,7 @@ import numpy as np
 
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import AgreementError
-from hvdkit.steps.agreement import agree, digest
+from hvdkit.steps.agreement import digest
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.topology import Topology
 
@@ -127,13 +127,9 @@ def _compare(ranks: Communicator, column: Column, digests: Any, fix: str) -> Non
     kinds = ranks.gather_texts(column.kind, "hvdkit.shard")
     if len(set(kinds)) > 1:
         _raise_different(column.name, kinds, fix)
-    first, end = 0, len(column.positions)
-    while end - first > 1:
-        middle = (first + end) // 2
-        if agree([digests[first:middle]], lambda words: ranks.allreduce(words, "hvdkit.agree", op="min")):
-            first = middle
-        else:
-            end = middle
+    of_root = ranks.broadcast(digests, 0, "hvdkit.shard")
+    differs = np.append(np.flatnonzero(digests != of_root), len(digests))  # the last one: on this rank none does
+    first = int(ranks.allreduce(differs[:1], "hvdkit.shard", op="min")[0])
     numbers = column.numbers(first)
     if numbers is not None:
         sizes = ranks.allgather(np.abs(numbers).max(initial=0.0).reshape(1).view(np.int64), "hvdkit.shard")

@@ -15,6 +15,7 @@ that computes, reads or saves is never called short.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -76,6 +77,7 @@ class AllreduceCounts:
         self._libraries = (str(Path(sys.modules["horovod"].__path__[0])),)
         if not hasattr(horovod.join, "hvdkit_plain"):
             horovod.join = self._leaving_before(horovod.join)
+            horovod.init = _once(horovod)
             atexit.register(self.leave)  # before Horovod's own, which ends it for all ranks
         self.start(ranks)
 
@@ -209,6 +211,19 @@ class AllreduceCounts:
             plain(type(error), error, trace)
 
         sys.excepthook = explain
+
+
+def _once(horovod: Any) -> Callable[..., Any]:
+    """``init`` that does nothing where Horovod runs: PyTorch's would forget what the second thread waits for."""
+    plain = horovod.init
+
+    @functools.wraps(plain)
+    def init(*arguments: Any, **options: Any) -> Any:
+        if arguments or options or not horovod.is_initialized():
+            return plain(*arguments, **options)
+        return None
+
+    return init
 
 
 class _Row:

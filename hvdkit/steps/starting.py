@@ -39,7 +39,8 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         elif environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
             # Else collectives go through an MPI that this Horovod has not started, and that ends the process.
             os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
-        horovod.init()
+        if not horovod.is_initialized():  # once more, PyTorch's would forget what a thread of hvdkit waits for
+            horovod.init()
     os.environ[_RANK_PROCESS] = str(os.getpid())  # for workers that this process starts
     world = of(horovod, launched.launcher if launched else "none")
     if launched is None:
@@ -60,7 +61,7 @@ class Mpi4py:
     """
 
     mpi_built = mpi_enabled = staticmethod(lambda: True)
-    gloo_built = staticmethod(lambda: False)
+    gloo_built = is_initialized = staticmethod(lambda: False)
 
     def __init__(self, library: Callable[[], Any]) -> None:
         self._library = library

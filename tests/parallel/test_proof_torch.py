@@ -1,6 +1,7 @@
 """hvdkit.torch proves that the ranks agree: desynchronised ranks, seeds, statistics, uneven work, on real ranks."""
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -195,6 +196,19 @@ def test_join_waits_for_the_rank_with_the_most_steps(hk, world):
     with patch.object(allreduce_counts, "_LEAVE_S", 0):  # the others may be slow to hear that this rank leaves
         assert hk.join(training.model, training.optimizer, world) == 2
     hk.check_agreement(training.model, training.optimizer, world, statistics=True)
+
+
+@on_ranks("torch", n=2, fresh=True)
+def test_a_second_init_loses_nothing_that_a_thread_waits_for(hk, world, everyone):
+    """Horovod's own forgets it; rank 0 waits for what rank 1 shows within a second."""
+    for again in (hk.init, hk.hvd.init):
+        everyone(None)
+        if world.rank == 0:
+            allreduce_counts.COUNTS._told.set()
+            time.sleep(0.1)
+            again()
+        time.sleep(1.5)
+        assert everyone(allreduce_counts.COUNTS._thread.is_alive()) == [True, True]
 
 
 def join_beside_a_watch_that_fails(hk, world):

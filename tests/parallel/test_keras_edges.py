@@ -678,12 +678,12 @@ def test_jax_over_mpi4py_ends_with_the_rank_that_fails(run_job, capsys):
 
 
 def fit_beside_a_watch_that_fails(hk, world):
-    """Rank 0 would wait at the end of ``fit`` for what rank 1 does not show."""
+    """Rank 0 would wait at the end of ``fit`` for what rank 1 does not show, once it has waited for a while."""
     import keras
 
     from hvdkit.keras.trainer import watch
 
-    failing = mock.patch.object(watch.Watch, "_exchange", lambda *_: 1 // 0)
+    failing = mock.patch.object(watch.Watch, "_exchange", lambda *_: time.sleep(3) or 1 // 0)
     with mock.patch.object(watch, "_PERIOD_S", 600), failing if world.rank else contextlib.nullcontext():
         compiled(hk.distribute(keras.optimizers.SGD(0.1))).fit(ending("")[0], steps_per_epoch=3, verbose=0)
     hk.average_metrics({"loss": 1.0}, world)

@@ -15,7 +15,6 @@ that computes, reads or saves is never called short.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
 import threading
@@ -217,7 +216,6 @@ def _once(horovod: Any) -> Callable[..., Any]:
     """``init`` that does nothing where Horovod runs: PyTorch's would forget what the second thread waits for."""
     plain = horovod.init
 
-    @functools.wraps(plain)
     def init(*arguments: Any, **options: Any) -> Any:
         if arguments or options or not horovod.is_initialized():
             return plain(*arguments, **options)

@@ -1,7 +1,7 @@
 """``hvdkit.run``: a function on N ranks, from Python; and what runs it on each rank.
 
 The function goes to the ranks over a connection of their own to this process, and their results come back over it.
-Both sides show first that they know the job's secret, which stands on no command line (``launch.rank.proof``): what is
+Both sides show first that they know the job's secret, which stands on no command line (``launch.wire.proof``): what is
 unpickled comes from the job itself. ``hvdkit launch`` does the rest.
 """
 
@@ -22,7 +22,7 @@ from io import BufferedIOBase
 from typing import Any, Self
 
 from hvdkit.errors import InvalidArgumentError, LaunchError, MissingFrameworkError
-from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch import wire
 from hvdkit.steps import launchers, secret
 
 _LENGTH = struct.Struct("!Q")

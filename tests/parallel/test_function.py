@@ -12,7 +12,7 @@ from ranks import missing
 
 import hvdkit
 from hvdkit.jobs import function
-from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch import wire
 
 pytestmark = [
     pytest.mark.parallel,

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdkit.jobs.launch import rank as wire
-from hvdkit.jobs.launch import supervise
+from hvdkit.jobs.launch import supervise, wire
 from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.outcome import first_failure
 from hvdkit.jobs.launch.peer import Peer, Signals

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.jobs.launch import on_host, peer
-from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch import on_host, peer, processes, rank, wire
 from hvdkit.jobs.launch.model import BESIDE_RANK
 from hvdkit.jobs.launch.outcome import RankEnd
 from hvdkit.steps import secret
@@ -37,7 +36,7 @@ def test_kills_of_the_kernel_are_counted_in_the_ranks_cgroup(tmp_path, path, lim
     where = inside if path.startswith("/job") else tmp_path / "cgroup"  # in a container the path may be the host's
     (where / "memory.events").write_text(EVENTS.format(n=1))
     (where / "memory.max").write_text(limit)
-    kills = wire.MemoryKills(tmp_path / "proc", tmp_path / "cgroup")
+    kills = processes.MemoryKills(tmp_path / "proc", tmp_path / "cgroup")
     kills.watch(11)
     kills.watch(12)  # it has just ended
     assert kills.found() == (False, 0)
@@ -63,7 +62,7 @@ def begin():
     def start(address, *command, key, variable="PMI_RANK", beside=BESIDE_RANK):
         environment = {"PATH": os.environ["PATH"], variable: "1"}
         environment |= {} if key is None else {secret.VARIABLE: key}
-        words = [*beside, address, variable, "0.5", *command]
+        words = [*beside, address, variable, "0.5", "", *command]
         started.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
@@ -155,7 +154,7 @@ def test_what_a_rank_has_written_arrives_though_an_order_comes_late_and_the_read
 
 WITHOUT_NETWORK = """
 import os, subprocess, sys, time
-from hvdkit.jobs.launch import peer, rank
+from hvdkit.jobs.launch import peer, wire
 from hvdkit.steps import secret
 
 def link(state):
@@ -166,11 +165,11 @@ server, address = peer.listener([], here=True)
 server.setblocking(True)
 reader, writer = os.pipe()
 key = secret.new()
-impatient = "import socket, sys; sys.path.insert(0, sys.argv[1]); import rank; "
-impatient += "rank._RETRANSMITTED = 3; rank._LOOK_S = 0.5; "
-impatient += "rank.KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 2)); "
+impatient = "import socket, sys; sys.path.append(sys.argv[1]); from hvdkit.jobs.launch import rank, wire; "
+impatient += "wire.RETRANSMITTED = 3; wire.LOOK_S = 0.5; "
+impatient += "wire.KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 2)); "
 impatient += "sys.exit(rank.main(sys.argv[2:]))"
-words = [sys.executable, "-I", "-S", "-c", impatient, os.path.dirname(rank.__file__), address, "PMI_RANK", "3.0"]
+words = [sys.executable, "-I", "-S", "-c", impatient, os.environ["PYTHONPATH"], address, "PMI_RANK", "3.0", ""]
 environment = {"PATH": os.environ["PATH"], "PMI_RANK": "1", secret.VARIABLE: key}
 process = subprocess.Popen([*words, "sh", "-c", sys.argv[1]], env=environment, pass_fds=[writer])
 os.close(writer)
@@ -231,9 +230,9 @@ def test_a_rank_that_cannot_reach_it_runs_all_the_same_and_says_so(begin, key, w
 def test_a_rank_names_what_sigkill_did_not_end_before_its_own_end(monkeypatch):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        beside = wire._Rank(ours, 1.0, under_slurm=False)
-        beside._may_leave = True
-        monkeypatch.setattr(wire, "kill_descendants", lambda: [os.getpid(), 2**22 + 1])
+        beside = rank._Rank(ours, 1.0, under_slurm=False)
+        beside._ending.may_leave = True
+        monkeypatch.setattr(processes, "kill_descendants", lambda: [os.getpid(), 2**22 + 1])
         theirs.shutdown(socket.SHUT_WR)
         assert beside._leave(1) == 1
         said = frames(peer.Peer(theirs))
@@ -246,9 +245,6 @@ def test_a_missing_program_is_one_sentence_also_where_nobody_sees_to_the_rank(be
     error = rank.communicate(timeout=TIMEOUT_S)[1].decode().splitlines()
     assert rank.returncode == 127 and len(error) == 2
     assert error[1] == "hvdkit launch: /no/such/program cannot be started: No such file or directory"
-    words = [sys.executable, "-I", "-S", on_host.__file__, "place", "", "/no/such/program"]
-    on_another_host = subprocess.run(words, env={}, capture_output=True, text=True)
-    assert (on_another_host.returncode, on_another_host.stderr.splitlines()) == (127, error[1:])
 
 
 def test_the_address_that_is_offered_is_listened_on_and_a_name_that_is_none_is_no_error():
@@ -266,7 +262,7 @@ def test_the_rank_of_launchers_whose_variables_differ_from_system_to_system(monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     before = list(sys.path)
-    assert wire._rank("") == expected
+    assert on_host.rank_of("") == expected
     assert sys.path == before
     with pytest.raises(ValueError, match="NOWHERE must be the rank, got ''"):
-        wire._rank("NOWHERE")
+        on_host.rank_of("NOWHERE")

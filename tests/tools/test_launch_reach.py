@@ -64,8 +64,8 @@ def test_the_launcher_ends_where_this_process_is_killed_and_hands_the_grace_on(t
     parent.kill()
     parent.wait()
     wait_for(told)
-    run("import sys; print(sys.argv[-2:])")
-    assert capfd.readouterr().err == "['3.0', 'true']\n"
+    run("import sys; print(sys.argv[-3:])")
+    assert capfd.readouterr().err == "['3.0', '', 'true']\n"
 
 
 def wait_for(file):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch import processes
 from hvdkit.jobs.launch.stall import Stall, StallReports, check_period, write_stacks
 from hvdkit.steps import stalls
 
@@ -104,8 +104,8 @@ print("ready", flush=True)
     )  # fmt: skip
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["False\n", "ready\n"]
-    assert wire._handles(process.pid, signal.SIGRTMAX - 2)
-    assert not wire._handles(process.pid, signal.SIGRTMAX - 3)
+    assert processes.handles(process.pid, signal.SIGRTMAX - 2)
+    assert not processes.handles(process.pid, signal.SIGRTMAX - 3)
     os.kill(process.pid, signal.SIGRTMAX - 2)
     text, deadline = b"", time.monotonic() + 60
     os.set_blocking(reader, False)

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdkit.jobs.launch import rank
-
 SECOND_PROGRAM = re.compile(":")
 """The word that parts two programs of one job, under every launcher but horovodrun."""
-BESIDE_RANK = (sys.executable, "-I", "-S", str(Path(rank.__file__)))
+BESIDE_RANK = (sys.executable, "-I", "-S", str(Path(__file__).with_name("rank.py")))
 GRACE_S, BATCH_GRACE_S = 3.0, 30.0
 """Seconds from SIGTERM to SIGKILL for who waits at a terminal, and in a batch job, as Slurm's own KillWait."""
 BINDINGS = ("none", "core", "socket", "numa")
@@ -174,6 +172,7 @@ class LaunchPlan:
         elsewhere: ranks are, or may be, on other hosts.
         elastic: ranks come and go, and horovodrun sees to that.
         hosts: where those ranks run, as far as it is known.
+        root: see ``on_host.settle_place``.
         beside_rank: what starts the process beside each rank, see ``rank``.
         grace_s: seconds from SIGTERM to SIGKILL when the job is told to end.
     """
@@ -191,6 +190,7 @@ class LaunchPlan:
     stall_dir: Path | None = None
     elsewhere: bool = False
     hosts: tuple[Host, ...] = ()
+    root: str = ""
     grace_s: float = GRACE_S
     elastic: bool = False
     cores: int = 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from hvdkit.common.programs import handled
-from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch import wire
 from hvdkit.jobs.launch.outcome import RankEnd
 from hvdkit.jobs.launch.stall import StallReports
 from hvdkit.jobs.launch.tracebacks import ErrorStream

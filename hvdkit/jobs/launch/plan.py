@@ -14,7 +14,7 @@ from pathlib import Path
 from hvdkit.common.units import count_text
 from hvdkit.core import listeners
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch import batch, horovodrun, mpirun, on_host, recordings, stage, stall
+from hvdkit.jobs.launch import batch, horovodrun, mpirun, recordings, stage, stall
 from hvdkit.jobs.launch.command import Command, as_one_word, through_mpi4py
 from hvdkit.jobs.launch.model import (
     BATCH_GRACE_S,
@@ -26,8 +26,8 @@ from hvdkit.jobs.launch.model import (
     Mpi,
     Setting,
 )
+from hvdkit.jobs.launch.on_host import WORKERS
 from hvdkit.jobs.launch.options import Request, who_says
-from hvdkit.jobs.launch.rank import WORKERS
 from hvdkit.steps.launchers import batch_job, inside_srun
 
 _OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
@@ -77,10 +77,6 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     if any(map(line.taken.fullmatch, command.words[1:])):
         command = as_one_word(command, facts.python)
         settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
-    if elsewhere and facts.master_port is not None:
-        named = ",".join(host.name for host in request.hosts[:2]) if name not in batch.LINES else ""
-        place = stage.moved_words((str(facts.python), "-I", "-S", on_host.__file__), request.stage)
-        command = replace(command, words=(*place, "place", named, *command.words))
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
     settings += recordings.settings(request, environ)
@@ -114,7 +110,8 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         added=added,
         environment={**environ, **added},
         rank_variable=line.rank_variable,
-        beside_rank=stage.moved_words(BESIDE_RANK, request.stage),
+        beside_rank=tuple(stage.moved(word, request.stage) for word in BESIDE_RANK),
+        root="" if name in batch.LINES else ",".join(host.name for host in request.hosts[:2]),
         settings=tuple(settings),
         notes=tuple(notes),
         stall_timeout=request.stall_timeout,
@@ -273,7 +270,7 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
     if not environ.get("GLIBC_TUNABLES"):
         why = "memory comes in huge pages, where the kernel has them: large tensors are made and sent faster"
         settings.append(Setting(why, variables={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}))
-    if facts.master_port is not None:  # ``rank`` or ``on_host`` adds what each rank has of its own
+    if facts.master_port is not None:  # ``on_host`` adds what each rank has of its own
         given = {"WORLD_SIZE": str(request.n), "MASTER_PORT": str(facts.master_port)}
         if not _is_elsewhere(name, request):
             given |= {"LOCAL_WORLD_SIZE": str(request.n), "MASTER_ADDR": "127.0.0.1"}

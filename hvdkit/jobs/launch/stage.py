@@ -8,8 +8,6 @@ HOSTS``: over MPI the hosts find who lacks the environment, and these unpack wha
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import platform
@@ -20,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, cast
 
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchError
@@ -31,7 +29,6 @@ from hvdkit.jobs.launch.command import Command
 from hvdkit.jobs.launch.model import Host, LaunchPlan, Setting, Staged
 from hvdkit.jobs.launch.options import Request
 
-_T = TypeVar("_T")
 _MOVED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _START = (
     'test -x "$0" && exec "$0" "$@"; echo "hvdkit launch: host $(uname -n) cannot run $0: the environment, or the base '
@@ -41,10 +38,10 @@ _MARK = ".hvdkit-stage"
 """A file in a copy, with the key of what was unpacked."""
 _PIECE = 8 << 20
 """Bytes that go over the network at a time: enough for MPI to send a part while it receives the next."""
-_UNUSED_S = 30 * 86400.0
-"""Seconds since a job asked for a copy, or began one, after which it may be removed: no job runs for longer."""
-_RECENT_S = 3600.0
-"""Seconds after which what a killed job has left is removed."""
+_DAY_S = 86400.0
+"""Seconds after which what a killed job has left is removed: no environment takes longer to arrive."""
+_UNUSED_S = 30 * _DAY_S
+"""Seconds since a job asked for a copy after which it is removed: no job runs for longer."""
 _NAME_THE_PREFIX = ("bin/*", "lib*/python*/site-packages/*.pth", "lib*/python*/site-packages/__editable__*.py")
 """Files that may name the environment's own place; scripts in ``bin`` do in their first line."""
 _SHARED = (
@@ -52,7 +49,7 @@ _SHARED = (
     *("weka", "gfs2", "ocfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs"),
 )
 """What the names of file systems begin with that hosts share."""
-_MOUNTS, _PROCESSES = Path("/proc/self/mounts"), Path("/proc")
+_MOUNTS = Path("/proc/self/mounts")
 
 
 # The job
@@ -165,24 +162,20 @@ def moved_command(command: Command, staged: Staged) -> Command:
     Raises:
         InvalidArgumentError: it is a Python of another environment.
     """
-    program = Path(command.words[0])
-    if command.script is not None and not program.is_relative_to(staged.prefix):
+    program = command.words[0]
+    if command.script is not None and not Path(program).is_relative_to(staged.prefix):
         raise InvalidArgumentError(
             f"--stage copies the environment that hvdkit is in, {staged.prefix}, and the command is run by {program}; "
             "use that environment's python, or install hvdkit beside the other one."
         )
-    return replace(command, words=(*moved_words(command.words[:1], staged), *command.words[1:]))
+    return replace(command, words=(moved(program, staged), *command.words[1:]))
 
 
-def moved_words(paths: Iterable[str], staged: Staged | None) -> tuple[str, ...]:
-    """Paths and other words, those within the environment in their new place."""
-    if staged is None:
-        return tuple(paths)
-    moved = []
-    for path in paths:
-        inside = Path(path).is_relative_to(staged.prefix)
-        moved.append(str(staged.at / Path(path).relative_to(staged.prefix)) if inside else path)
-    return tuple(moved)
+def moved(word: str, staged: Staged | None) -> str:
+    """A path within the environment in its new place; any other word as it is."""
+    if staged is None or not Path(word).is_relative_to(staged.prefix):
+        return word
+    return str(staged.at / Path(word).relative_to(staged.prefix))
 
 
 def moved_variables(variables: Mapping[str, str], staged: Staged) -> Setting:
@@ -194,10 +187,9 @@ def moved_variables(variables: Mapping[str, str], staged: Staged) -> Setting:
     found = {}
     for name in _MOVED:
         before = [part for part in variables.get(name, "").split(os.pathsep) if part]
-        after = list(moved_words(before, staged))
+        after = [moved(part, staged) for part in before]
         if name == "PATH":  # also with what was there: a launcher finds its own programs by it where nothing is staged
-            first = str(staged.at / "bin")
-            after = [first, *(part for part in after if part != first), *(part for part in before if part not in after)]
+            after = list(dict.fromkeys([str(staged.at / "bin"), *after, *before]))
         if after != before:
             found[name] = os.pathsep.join(after)
     return Setting("--stage: the ranks' Python and packages lie on their host's own disk", variables=found)
@@ -248,17 +240,18 @@ def main(argv: list[str]) -> None:
         _say(f"{done if lacking else 'nothing to stage, every host has it'}: {place}")
 
 
-def together(world: Any, step: Callable[[], _T]) -> _T:
+def together(world: Any, step: Callable[[], Any]) -> Any:
     """Take a step on every host; where it fails on one, all end, and the first one says on which and why.
 
     Args:
         world: a communicator of mpi4py.
         step: raises ``HvdkitError`` or ``OSError``.
+    Returns:
+        What the step returned here.
     """
-    result: list[_T] = []
-    wrong = ""
+    result, wrong = None, ""
     try:
-        result.append(step())
+        result = step()
     except HvdkitError as error:
         wrong = str(error)
     except OSError as error:
@@ -266,12 +259,11 @@ def together(world: Any, step: Callable[[], _T]) -> _T:
         wrong = f"{error.strerror or error}{where}; give a larger local directory that can be written with --stage-dir."
     told = [text for text in world.allgather(wrong and f"host {platform.node()}: {wrong}") if text]
     if not told:
-        return result[0]
+        return result
     if world.rank == 0:
-        for text in told[:3]:
+        more = [f"{len(told) - 3} more hosts failed."] if len(told) > 3 else []
+        for text in (*told[:3], *more):
             _say(text)
-        if len(told) > 3:
-            _say(f"{len(told) - 3} more hosts failed.")
     sys.exit(1)
 
 
@@ -291,13 +283,13 @@ def transfer(group: Any, prefix: Path | None, part: Path | None) -> None:
     """
     if prefix is None and part is None:
         return
+    tar = ("tar", "--no-same-owner", "-f", "-", "-C")
     with tempfile.TemporaryFile("w+", errors="replace") as said:
-
-        def tar(*words: str, **pipes: int) -> subprocess.Popen[bytes]:
-            return subprocess.Popen(["tar", "--no-same-owner", "-f", "-", *words], stderr=said, **pipes)  # type: ignore[call-overload,no-any-return]
-
-        packing = None if prefix is None else tar("-C", str(prefix), "-c", ".", stdout=subprocess.PIPE)
-        unpacking = None if part is None else tar("-C", str(part), "-x", stdin=subprocess.PIPE)
+        packing = unpacking = None
+        if prefix is not None:
+            packing = subprocess.Popen([*tar, str(prefix), "-c", "."], stdout=subprocess.PIPE, stderr=said)
+        if part is not None:
+            unpacking = subprocess.Popen([*tar, str(part), "-x"], stdin=subprocess.PIPE, stderr=said)
         piece = b"begin"
         while piece:
             piece = group.bcast(None if packing is None else cast(IO[bytes], packing.stdout).read(_PIECE))
@@ -348,103 +340,52 @@ def prepare(store: Path) -> None:
 
 
 def has(place: Path) -> bool:
-    """Whether a copy is there and whole: something that cleans ``/tmp`` may have taken a part. If so, it is removed.
-
-    Raises:
-        LaunchError: it is not whole, and a process uses it.
-    """
-    if not place.exists():
-        return False
+    """Whether a copy is there and whole: something that cleans ``/tmp`` may have taken a part."""
     mark = place / _MARK
-    if mark.exists() and mark.read_text(encoding="ascii", errors="replace") == key(place)[0]:
-        os.utime(place)
-        return True
-    if place.name in _in_use(place.parent):
-        raise LaunchError(
-            f"{place} was changed since it was staged, and a process uses it; end that one first, or give another "
-            "directory with --stage-dir."
-        )
-    _remove(place)
-    return False
+    if not mark.exists() or mark.read_text(encoding="ascii", errors="replace") != key(place)[0]:
+        return False
+    os.utime(place)
+    return True
 
 
 def clean(store: Path) -> None:
-    """Remove copies that no process uses and no job asked for lately, and what a killed job left."""
-    used = _in_use(store)
+    """Remove copies that no job asked for lately, and what is no copy that a job would find."""
     for place in store.iterdir():
-        if place.is_symlink() or not place.is_dir():
-            continue
-        left = ".part-" in place.name or place.name.startswith("gone-")
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another job does the same, or makes it
-            if place.name not in used and _age(place) > (_RECENT_S if left else _UNUSED_S):
-                with _locked(place):
-                    _remove(place)
-
-
-def _age(place: Path) -> float:
-    """Seconds since a job asked for a copy."""
-    return time.time() - place.stat().st_mtime
-
-
-def _in_use(store: Path) -> set[str]:
-    """Names of the copies that processes of this user have in their variables or command lines."""
-    within = re.compile(re.escape(os.fsencode(store)) + rb"/([^/:\0]+)")
-    found: set[str] = set()
-    for name in ("environ", "cmdline"):
-        for file in _PROCESSES.glob(f"[0-9]*/{name}"):
-            with contextlib.suppress(OSError):  # ended, or another user's
-                found.update(map(os.fsdecode, within.findall(file.read_bytes())))
-    return found
-
-
-@contextlib.contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Hold a directory; BlockingIOError where another process does."""
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove(place: Path) -> None:
-    """Remove a copy that another job must not find half gone."""
-    away = Path(tempfile.mkdtemp(dir=place.parent, prefix="gone-"))
-    place.rename(away / place.name)
-    shutil.rmtree(away)
+        with contextlib.suppress(FileNotFoundError):  # another job does the same
+            status = place.lstat()
+            found = (store / place.stem).resolve() == place.resolve()
+            if time.time() - status.st_mtime > (_UNUSED_S if found else _DAY_S) and stat.S_ISDIR(status.st_mode):
+                shutil.rmtree(place)
 
 
 @contextlib.contextmanager
 def making(place: Path, prefix: Path) -> Iterator[Path]:
-    """A directory to unpack in, which takes its place when the block ends without an error; where another job was
-    sooner, that one's stays. Scripts, ``.pth`` files and links then name the new place.
+    """A directory to unpack in, to which a link at the place leads when the block ends without an error.
+
+    The link may replace that to a copy which is not whole: processes that use it then find what they missed. Scripts,
+    ``.pth`` files and links within the copy name the new place.
 
     Args:
-        place: where the copy is to lie.
+        place: where the copy is to be found.
         prefix: where the environment was made.
     Raises:
         OSError: it cannot be written.
     """
-    part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{place.name}.part-"))
+    part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{place.name}."))
     old = re.compile(re.escape(os.fsencode(prefix)) + rb"(?![\w.+-])")
-    try:
-        with _locked(part):
-            yield part
-            _relink(part, prefix)
-            for file in (file for pattern in _NAME_THE_PREFIX for file in part.glob(pattern)):
-                text = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
-                if b"\0" not in text and old.search(text) is not None:
-                    file.write_bytes(old.sub(lambda _: os.fsencode(place), text))
-            (part / _MARK).write_text(key(part)[0], encoding="ascii")
-            try:
-                part.rename(place)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-    finally:
-        if part.exists():
-            shutil.rmtree(part)
+    with contextlib.ExitStack() as failed:
+        failed.callback(shutil.rmtree, part)
+        yield part
+        _relink(part, prefix)
+        for file in (file for pattern in _NAME_THE_PREFIX for file in part.glob(pattern)):
+            text = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
+            if b"\0" not in text and old.search(text) is not None:
+                file.write_bytes(old.sub(lambda _: os.fsencode(place), text))
+        (part / _MARK).write_text(key(part)[0], encoding="ascii")
+        failed.pop_all()
+    link = part.with_name(f"{part.name}.link")
+    link.symlink_to(part.name)
+    link.replace(place)
 
 
 def _relink(part: Path, prefix: Path) -> None:

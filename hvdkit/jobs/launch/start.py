@@ -21,7 +21,7 @@ from typing import Any
 from hvdkit.errors import LaunchError
 from hvdkit.jobs.launch import on_host
 from hvdkit.jobs.launch.horovodrun import answer_of
-from hvdkit.jobs.launch.rank import dying_with_parent
+from hvdkit.jobs.launch.processes import dying_with_parent
 from hvdkit.steps import bootstrap, hosts, rendezvous
 
 
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> Any:
         return build
 
     def elsewhere(command: str, **to: Any) -> str:
-        receive = f"{shlex.join([sys.executable, '-I', '-S', on_host.__file__, 'receive'])} {command}"
+        receive = f"{shlex.join([sys.executable, '-I', '-S', on_host.__file__])} {command}"
         left = [word for name in os.environ if not exported.is_exportable(name) for word in ("-u", name)]
         return f"{shlex.join(['env', *left, '-0'])} | {plain_remote(shlex.quote(receive), **to)}"
 

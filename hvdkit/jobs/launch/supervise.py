@@ -25,7 +25,7 @@ from typing import IO, cast
 
 from hvdkit.common.programs import signal_name
 from hvdkit.errors import name_ranks
-from hvdkit.jobs.launch import rank as wire
+from hvdkit.jobs.launch import processes, wire
 from hvdkit.jobs.launch.facts import why_no_rank_starts
 from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.mpirun import SESSIONS
@@ -143,10 +143,11 @@ class _Job:
 
     def run(self) -> JobEnd:
         """Start it, and see to it until the launcher and all ranks are gone."""
-        before = wire.descendants()
-        wire.adopt_orphans(True)
-        wrapper = (*self._plan.beside_rank, self._address, self._plan.rank_variable, str(self._plan.grace_s))
-        self._launcher = start((*self._plan.launcher, *wrapper, *self._plan.command), self._plan.environment)
+        before = processes.descendants()
+        processes.adopt_orphans(True)
+        plan = self._plan
+        wrapper = (*plan.beside_rank, self._address, plan.rank_variable, str(plan.grace_s), plan.root)
+        self._launcher = start((*plan.launcher, *wrapper, *plan.command), plan.environment)
         self._report_fd = cast(IO[bytes], self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
@@ -159,9 +160,9 @@ class _Job:
                 key.data()
         while self._on_report():
             pass
-        wire.adopt_orphans(False)
-        if left := wire.kill_descendants(spared=before):
-            self._note_survivors(socket.gethostname(), map(wire.with_state, left))
+        processes.adopt_orphans(False)
+        if left := processes.kill_descendants(spared=before):
+            self._note_survivors(socket.gethostname(), map(processes.with_state, left))
         status = self._conclude()
         interrupted = self._signal is not None or self._shown.unread
         return JobEnd(status, interrupted=interrupted, failure=first_failure(self._ends))

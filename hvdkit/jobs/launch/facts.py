@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from hvdkit.common.programs import ask
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch import batch, horovodrun, options, placement, plan, stage, tuned
@@ -131,7 +129,7 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
         InvalidArgumentError: an option needs or excludes another; a file cannot be used, or hosts do not fit.
         LauncherError: the batch job's list of hosts cannot be read.
     """
-    options.check_needs(typed)
+    options.check(typed)
     settled = {name: typed.get(name) for name in ("hosts", "tuned", "explain_job", "stage")}
     if not (typed.get("n") or typed.get("ppn")):
         raise InvalidArgumentError(
@@ -141,28 +139,18 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
     if typed.get("module") and command:
         command = ("python", "-m", *command)
     request = Request(command=command, **{name: value for name, value in typed.items() if name not in settled})
-    for_speed = {name: getattr(request, name) for name in tuned.OF_OPTIONS}
-    chosen, sources, left = tuned.choose(settled["tuned"], **for_speed)
+    for_speed, source, left = (tuned.Tuned(), "", ()) if settled["tuned"] is None else tuned.read(settled["tuned"])
     left = tuple(sorted({*left} - {*request.variables}))
-    if request.autotune_log is not None and sources:
-        flag = next(iter(sources.values())).partition(":")[0]
-        raise InvalidArgumentError(f"{flag} fixes what --autotune-log is to vary; give one of them.")
-    if request.skew:
-        if chosen.cache_capacity:
-            raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
-        chosen, sources["HOROVOD_CACHE_CAPACITY"] = structs.replace(chosen, cache_capacity=0), "--skew"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     request = replace(
         request,
-        tuned=chosen,
-        tuned_by=sources,
+        tuned=for_speed,
+        tuned_by=source,
         notes=tuple(f"--tuned leaves out {name}, which its best row has on; give --env {name}=1." for name in left),
         explain_job=(request.explain_dir or Path(f"hvdkit-job-{stamp}").absolute()) if settled["explain_job"] else None,
         stall_dir=request.stall_dir or Path(f"hvdkit-stall-{stamp}").absolute(),
         stage=stage.wanted(request.stage_dir) if settled["stage"] else None,
     )
-    if settled["hosts"] is not None and request.hostfile is not None:
-        raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
     given = None if settled["hosts"] is None else placement.parse(settled["hosts"])
     if request.hostfile is not None:
         given = placement.read(request.hostfile)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from hvdkit.common.commands import (
     seconds_above_0,
     shortened,
 )
+from hvdkit.core import listeners
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.launch.model import BATCH_GRACE_S, BINDINGS, GRACE_S, Host, Staged
-from hvdkit.jobs.launch.tuned import Tuned
+from hvdkit.jobs.launch.tuned import MIB, Tuned
 
 LAUNCHERS = ("mpirun", "horovodrun", "mpiexec", "aprun", "srun", "jsrun")
 """Every launcher that can be asked for by name; mpiexec is that of PALS alone."""
@@ -48,29 +49,36 @@ class Typed:
         flags: its names, the first for messages.
         click: the other keywords of ``click.option``.
         needs: another option without which it means nothing, and what that is to it; None for none.
+        excludes: names of options that set the same.
         said: the words in which a launcher says it, by launcher; {} stands for the value.
+        sets: the environment variables that a value sets in every rank.
     """
 
     name: str
     flags: tuple[str, ...]
     click: Mapping[str, Any]
-    needs: tuple[str, str] | None
-    said: Mapping[str, tuple[str, ...]]
+    needs: tuple[str, str] | None = None
+    excludes: tuple[str, ...] = ()
+    said: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sets: Callable[[Any], Mapping[str, str]] | None = None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Have a click command take it."""
         return click.option(*self.flags, self.name, **self.click)(function)
 
 
-def typed(
-    *flags: str,
-    needs: tuple[str, str] | None = None,
-    said: Mapping[str, tuple[str, ...]] | None = None,
-    settled: Any = None,
-    **keywords: Any,
-) -> Any:
-    """A field of a dataclass that can be typed; ``settled``: its value where nothing was. See ``options_of``."""
-    metadata = {"flags": flags, "needs": needs, "said": said or {}, "click": keywords}
+_OF_TYPED = ("needs", "excludes", "said", "sets")
+
+
+def typed(*flags: str, settled: Any = None, **keywords: Any) -> Any:
+    """A field of a dataclass that can be typed, see ``options_of``.
+
+    Args:
+        settled: its value where nothing was typed.
+        keywords: of ``click.option``, and attributes of ``Typed``.
+    """
+    more = {name: keywords.pop(name) for name in _OF_TYPED if name in keywords}
+    metadata = {"typed": Typed("", flags, keywords, **more)}
     if keywords.get("required"):
         return field(metadata=metadata)
     if keywords.get("multiple") and settled is None:
@@ -78,14 +86,18 @@ def typed(
     return field(default=keywords.get("default", settled), metadata=metadata)
 
 
+def flag(text: str, *flags: str, **more: Any) -> Any:
+    """The same for an option without a value; ``text``: its help."""
+    return typed(*flags, is_flag=True, settled=False, help=text, **more)
+
+
 def options_of(kind: Any) -> dict[str, Typed]:
     """The options of a dataclass whose fields are made by ``typed``, by name and in order."""
     found = {}
     for option in fields(kind):
-        if option.metadata:
-            flags = option.metadata["flags"] or (f"--{option.name.replace('_', '-')}",)
-            how = option.metadata["click"], option.metadata["needs"], option.metadata["said"]
-            found[option.name] = Typed(option.name, flags, *how)
+        if (how := option.metadata.get("typed")) is not None:
+            flags = how.flags or (f"--{option.name.replace('_', '-')}",)
+            found[option.name] = replace(how, name=option.name, flags=flags)
     return found
 
 
@@ -142,7 +154,7 @@ class Request:
     Attributes:
         command: what each rank runs.
         hosts_chosen: the user named the hosts; otherwise they are those of the batch job, () for this machine alone.
-        tuned_by: where each variable of ``tuned`` comes from, for ``--explain``: an option, or the file.
+        tuned_by: where ``tuned`` comes from, for ``--explain``.
         elastic: ranks come and go.
         notes: what the user should know of what was read, full sentences.
     """
@@ -156,9 +168,7 @@ class Request:
         help="Number of processes (ranks)  [default: --ppn on each host]",
     )
     command: tuple[str, ...] = ()
-    module: bool = typed(
-        "--module", "-m", is_flag=True, settled=False, help="COMMAND is a Python module, run as python -m runs it."
-    )
+    module: bool = flag("COMMAND is a Python module, run as python -m runs it.", "--module", "-m")
     launcher: str = typed(
         type=click.Choice(["auto", *LAUNCHERS]),
         default="auto",
@@ -183,7 +193,10 @@ class Request:
         said={"mpiexec": ("--hosts", "{}"), "aprun": ("-L", "{}"), "srun": ("--nodelist={}",)},
     )
     hostfile: Path | None = typed(
-        type=PATH, metavar="FILE", help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line."
+        type=PATH,
+        metavar="FILE",
+        excludes=("hosts",),
+        help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line.",
     )
     threads: int | None = typed(
         type=AT_LEAST_1,
@@ -231,25 +244,29 @@ class Request:
         help="Set an environment variable in every rank; a name alone takes its value from here, unseen by other "
         "users. Repeatable.",
     )
-    timeline: Path | None = typed(**_WRITTEN, help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).")
-    skew: bool = typed(
-        is_flag=True,
-        settled=False,
+    timeline: Path | None = typed(
+        **_WRITTEN,
+        sets=lambda file: {"HOROVOD_TIMELINE": str(file)},
+        help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).",
+    )
+    skew: bool = flag(
+        "Record in the timeline which rank was late in every step. Negotiation gets slower (no response cache).",
         needs=("timeline", "the file it is about"),
-        help="Record in the timeline which rank was late in every step. Negotiation gets slower (no response cache).",
+        excludes=("cache_capacity",),
+        sets=lambda on: {"HOROVOD_CACHE_CAPACITY": "0"} if on else {},
     )
     monitor: Path | None = typed(
-        **_DIRECTORY, help="Keep the history of the run in DIR and report stragglers, without a change of the script."
+        **_DIRECTORY,
+        sets=lambda directory: {listeners.MONITOR: str(directory)},
+        help="Keep the history of the run in DIR and report stragglers, without a change of the script.",
     )
     mpi_profile: Path | None = typed(
         **_DIRECTORY,
         help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
     )
-    mpi_profile_wait: bool = typed(
-        is_flag=True,
-        settled=False,
+    mpi_profile_wait: bool = flag(
+        "Also measure how long ranks wait for each other, with a barrier before each collective.",
         needs=("mpi_profile", "the directory that it is written to"),
-        help="Also measure how long ranks wait for each other, with a barrier before each collective.",
     )
     torch_profile: Path | None = typed(
         **_DIRECTORY,
@@ -273,6 +290,8 @@ class Request:
     )
     autotune_log: Path | None = typed(
         **_WRITTEN,
+        excludes=("tuned", "cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce"),
+        sets=lambda file: {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(file)},
         help="Let Horovod tune itself as it trains, and write what it tries to FILE (HOROVOD_AUTOTUNE_LOG).",
     )
     tuned: Tuned = typed(
@@ -285,22 +304,26 @@ class Request:
         type=float,
         callback=not_below_0,
         metavar="MS",
+        sets=lambda ms: {"HOROVOD_CYCLE_TIME": f"{ms:g}"},
         help="Horovod's cycle time: time between two negotiations (HOROVOD_CYCLE_TIME).",
     )
     fusion_threshold_mb: float | None = typed(
         type=float,
         callback=not_below_0,
         metavar="MB",
+        sets=lambda mib: {"HOROVOD_FUSION_THRESHOLD": str(round(mib * MIB))},
         help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
     )
     cache_capacity: int | None = typed(
         type=AT_LEAST_0,
         metavar="N",
+        sets=lambda tensors: {"HOROVOD_CACHE_CAPACITY": str(tensors)},
         help="Tensors in Horovod's response cache, 0 for none (HOROVOD_CACHE_CAPACITY).",
     )
     hierarchical_allreduce: bool | None = typed(
         "--hierarchical-allreduce/--no-hierarchical-allreduce",
         default=None,
+        sets=lambda on: {"HOROVOD_HIERARCHICAL_ALLREDUCE": str(int(on))},
         help="Reduce within each host first, then between hosts (NCCL).",
     )
     stall_timeout: float | None = typed(
@@ -324,11 +347,7 @@ class Request:
         needs=("stage", "which copies the environment there"),
         help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
     )
-    preflight: bool = typed(
-        is_flag=True,
-        settled=False,
-        help="Check every rank first (hvdkit doctor --job); start COMMAND only if all can train.",
-    )
+    preflight: bool = flag("Check every rank first (hvdkit doctor --job); start COMMAND only if all can train.")
     restarts: int = typed(
         type=AT_LEAST_0,
         default=0,
@@ -342,10 +361,8 @@ class Request:
         help="Seconds that the ranks have to save and end when this program is told to end; they get SIGTERM at once, "
         f"then SIGKILL  [default: {GRACE_S:g}, in a batch job {BATCH_GRACE_S:g}]",
     )
-    tf_config: bool = typed(
-        is_flag=True,
-        settled=False,
-        help="Give every rank TF_CONFIG, so that MultiWorkerMirroredStrategy trains as one job (not elastic).",
+    tf_config: bool = flag(
+        "Give every rank TF_CONFIG, so that MultiWorkerMirroredStrategy trains as one job (not elastic)."
     )
     min_np: int | None = typed(
         type=AT_LEAST_1, metavar="N", help="Elastic: minimum number of ranks; below it the job waits."
@@ -358,11 +375,11 @@ class Request:
         help="Elastic: a script that prints the available hosts, one HOST:SLOTS per line.",
     )
     tag: bool = typed("--tag/--no-tag", default=True, help="Put [rank] before each line of output.")
-    verbose: bool = typed(is_flag=True, settled=False, help="Show TensorFlow's own start-up lines of every rank, too.")
-    dry_run: bool = typed(is_flag=True, settled=False, help="Print the command line for a shell and start nothing.")
-    explain: bool = typed(is_flag=True, settled=False, help="Print every setting and the reason for it, on stderr.")
+    verbose: bool = flag("Show TensorFlow's own start-up lines of every rank, too.")
+    dry_run: bool = flag("Print the command line for a shell and start nothing.")
+    explain: bool = flag("Print every setting and the reason for it, on stderr.")
     hosts_chosen: bool = False
-    tuned_by: Mapping[str, str] = field(default_factory=dict)
+    tuned_by: str = ""
     elastic: bool = False
     notes: tuple[str, ...] = ()
 
@@ -378,17 +395,33 @@ OPTIONS = options_of(Request)
 """All options of ``hvdkit launch`` by name, in the order of its help."""
 
 
-def check_needs(given: Mapping[str, Any]) -> None:
-    """Refuse an option without the other one that it is about.
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse an option without the other one that it is about, and two that set the same.
 
     Args:
-        given: values by the names of ``OPTIONS``.
+        given: values by the names of ``OPTIONS``, None where nothing was typed.
     Raises:
-        InvalidArgumentError: one is missing.
+        InvalidArgumentError: one is missing, or one too many.
     """
     for name, typed in OPTIONS.items():
-        if typed.needs is not None and given.get(name) and not given.get(typed.needs[0]):
+        if not given.get(name):
+            continue
+        if typed.needs is not None and not given.get(typed.needs[0]):
             raise InvalidArgumentError(f"{typed.flags[0]} needs {OPTIONS[typed.needs[0]].flags[0]}, {typed.needs[1]}.")
+        for other in typed.excludes:
+            if given.get(other) is not None:
+                both = f"{typed.flags[0]} and {OPTIONS[other].flags[0].partition('/')[0]}"
+                raise InvalidArgumentError(f"{both} set the same; give one of them.")
+
+
+def variables_of(request: Request) -> dict[str, Mapping[str, str]]:
+    """The environment variables that options set in every rank, by flag."""
+    found = {}
+    for name, typed in OPTIONS.items():
+        value = getattr(request, name)
+        if typed.sets is not None and value is not None:
+            found[typed.flags[0].partition("/")[0]] = typed.sets(value)
+    return found
 
 
 def who_says(name: str) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdkit.common.units import count_text
-from hvdkit.core import listeners
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch import batch, horovodrun, mpirun, recordings, stage, stall
 from hvdkit.jobs.launch.command import Command, as_one_word, through_mpi4py
@@ -27,7 +26,7 @@ from hvdkit.jobs.launch.model import (
     Setting,
 )
 from hvdkit.jobs.launch.on_host import WORKERS
-from hvdkit.jobs.launch.options import Request, who_says
+from hvdkit.jobs.launch.options import Request, variables_of, who_says
 from hvdkit.steps.launchers import batch_job, inside_srun
 
 _OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
@@ -254,8 +253,11 @@ def _line(name: str, request: Request, facts: LaunchFacts) -> LauncherLine:
 def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> list[Setting]:
     """The variables of every launcher; what the user has set stays, but an option wins over it."""
     settings = [_threads(name, request, facts, environ)]
-    for variable, value in request.tuned.variables().items():
-        settings.append(Setting(request.tuned_by[variable], variables={variable: value}))
+    typed = variables_of(request)
+    fixed = {variable for variables in typed.values() for variable in variables}
+    tuned = {variable: value for variable, value in request.tuned.variables().items() if variable not in fixed}
+    settings += [Setting(f"--tuned: {request.tuned_by}", variables=tuned)] if tuned else []
+    settings += [Setting(flag, variables=variables) for flag, variables in typed.items() if variables]
     if name == "srun" and inside_srun(environ):  # srun(1), SLURM_OVERLAP: else it waits for the cores of that step
         why = "this shell is an srun step itself, whose cores the ranks share"
         settings.append(Setting(why, variables={"SLURM_OVERLAP": "1"}))
@@ -281,13 +283,6 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
         ports = [facts.master_port + 1 + hosts[:rank].count(host) for rank, host in enumerate(hosts[: request.n])]
         workers = ",".join(f"{host}:{port}" for host, port in zip(hosts, ports, strict=False))
         settings.append(Setting("--tf-config: ``rank`` makes TF_CONFIG of it", variables={WORKERS: workers}))
-    if request.timeline is not None:
-        settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
-    if request.autotune_log is not None:
-        variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
-        settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
-    if request.monitor is not None:
-        settings.append(Setting("--monitor", variables={listeners.MONITOR: str(request.monitor)}))
     if request.stall_timeout is not None:
         settings.append(_stall_check(request.stall_timeout, request.variables, environ))
     return settings

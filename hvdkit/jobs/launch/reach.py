@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
 """What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
@@ -57,14 +56,12 @@ class Reach:
         answered = self._answered.result()
         silent_before = () if self._suspected is None else answered.keys() - self._suspected.result()
         answer_now = _answering(answered, silent_before)
-        silent = [host for host in answered if host not in answer_now]
-        if not silent:
-            return None
-        names = silent[0] if len(silent) == 1 else f"{', '.join(silent[:-1])} and {silent[-1]}"
-        who, verb, what = ("host", "does", "the host itself") if len(silent) == 1 else ("hosts", "do", "these hosts")
-        return (
-            f"{who} {names} answered when the job began and no longer {verb}: the network between, or {what}, failed, "
-            "and the ranks there are lost."
+        return _sentence(
+            [host for host in answered if host not in answer_now],
+            "host {} answered when the job began and no longer does: the network between, or the host itself, failed, "
+            "and the ranks there are lost.",
+            "hosts {} answered when the job began and no longer do: the network between, or these hosts, failed, and "
+            "the ranks there are lost.",
         )
 
     def unreached(self, said: bytes) -> str | None:
@@ -75,64 +72,37 @@ class Reach:
                 "directory must lie at the same path on every host; install it there, or on a file system that all "
                 "share."
             )
-        return self.unknown() or self.silent()
+        answered = self._answered.result()
+        why = "no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
+        return (
+            _sentence(
+                [host for host in self._hosts if host not in answered and _addresses(host) == []],
+                f"host {{}} is unknown: {why}",
+                f"hosts {{}} are unknown: {why}",
+            )
+            or self.silent()
+        )
 
     def look_for_silent(self) -> Future[str | None]:
         """``silent``, in the background."""
         return self._asking.submit(self.silent)
 
-    def unknown(self) -> str | None:
-        """A sentence that names the hosts whose names have no address here, None without any."""
-        answered = self._answered.result()
-        names = [host for host in self._hosts if host not in answered and _looked_up(host) == []]
-        if not names:
-            return None
-        who = f"host {names[0]} is unknown" if len(names) == 1 else f"hosts {', '.join(names)} are unknown"
-        return f"{who}: no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
-
     def silent(self) -> str | None:
-        """A sentence that names the hosts where no ssh server answers now, None without any."""
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            answers = dict(zip(self._hosts, pool.map(_answers_ssh, self._hosts), strict=True))
-        names = [host for host, answer in answers.items() if not answer]
-        if not names:
-            return None
-        who = f"host {names[0]} does" if len(names) == 1 else f"hosts {', '.join(names)} do"
-        return (
-            f"{who} not answer on port {_PORT}, that of ssh: a firewall is between, or the address is wrong; 'ssh HOST "
-            "true' must work from here."
+        """A sentence that names the hosts that do not answer now, None without any."""
+        answering = _answering({host: host for host in self._hosts})
+        why = (
+            f"not answer on port {_PORT}, that of ssh: a firewall is between, or the address is wrong; 'ssh HOST true' "
+            "must work from here."
         )
+        silent = [host for host in self._hosts if host not in answering]
+        return _sentence(silent, f"host {{}} does {why}", f"hosts {{}} do {why}")
 
 
-def _answers_ssh(host: str) -> bool:
-    """Whether a host says on port 22 that it is an ssh server; also where it refuses, and may have another port."""
-    try:
-        with socket.create_connection((host, _PORT), _WAIT_S) as connection:
-            return connection.recv(1) != b""
-    except ConnectionError:
-        return True
-    except OSError:
-        return False
-
-
-def _looked_up(host: str) -> list[Any] | None:
-    """Its addresses, none where there are none; None where no name server answers in time.
-
-    The resolver itself may take minutes, and cannot be interrupted.
-    """
-    found: Future[list[Any]] = Future()
-
-    def look_up() -> None:
-        try:
-            found.set_result(socket.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError):  # a label that is empty or too long
-            found.set_result([])
-
-    threading.Thread(target=look_up, daemon=True).start()
-    try:
-        return found.result(_LOOK_UP_S)
-    except TimeoutError:
-        return None
+def _sentence(hosts: Sequence[str], of_one: str, of_several: str) -> str | None:
+    """The sentence with the names of the hosts, None where there are none."""
+    if len(hosts) > 1:
+        return of_several.format(f"{', '.join(hosts[:-1])} and {hosts[-1]}")
+    return of_one.format(hosts[0]) if hosts else None
 
 
 def _answering(addresses: dict[str, str], silent_before: Collection[str] = ()) -> dict[str, str]:
@@ -146,15 +116,31 @@ def _answering(addresses: dict[str, str], silent_before: Collection[str] = ()) -
 
 
 def _ask(host: str, wait_s: float) -> str | None:
-    addresses = _looked_up(host)
-    if not addresses:
-        return None
-    family, kind, protocol, _, place = addresses[0]
+    """The address of a host that answers on the port of ssh, or refuses, which is an answer as well."""
+    for address in (_addresses(host) or [])[:1]:
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection((address, _PORT), wait_s).close()
+            return address
+    return None
+
+
+def _addresses(host: str) -> list[str] | None:
+    """Its addresses, none where there are none; None where no name server answers in time.
+
+    The resolver itself may take minutes, and cannot be interrupted.
+    """
+    found: Future[list[str]] = Future()
+
+    def look_up() -> None:
+        try:
+            places = socket.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM)
+            found.set_result([str(place[0]) for *_, place in places])
+        except (OSError, UnicodeError):  # a label that is empty or too long
+            found.set_result([])
+
+    threading.Thread(target=look_up, daemon=True).start()
     try:
-        with socket.socket(family, kind, protocol) as connection:
-            connection.settimeout(wait_s)
-            with contextlib.suppress(ConnectionRefusedError):  # an answer as well
-                connection.connect(place)
-    except OSError:
+        return found.result(_LOOK_UP_S)
+    except TimeoutError:
         return None
-    return str(place[0])

@@ -7,20 +7,13 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, structs
+from msgspec import Meta
 
 from hvdkit.common import files, json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 
 MIB = 1024 * 1024
-OF_OPTIONS = {
-    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
-    "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
-    "cache_capacity": "HOROVOD_CACHE_CAPACITY",
-    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
-}
-"""The options of ``hvdkit launch`` that win over a tuned file, and the variables that they set."""
 _NOT_TAKEN = ("hierarchical_allgather", "torus_allreduce")
 """What Horovod's autotuner tries, too, and no option says."""
 
@@ -51,10 +44,15 @@ class Tuned(Part, frozen=True, omit_defaults=True):
 
     def variables(self) -> dict[str, str]:
         """The environment variables of Horovod that say the same, in the units that Horovod reads."""
-        values = (self.cycle_time_ms, self.fusion_threshold_bytes, self.cache_capacity, self.hierarchical_allreduce)
+        values = {
+            "HOROVOD_CYCLE_TIME": self.cycle_time_ms,
+            "HOROVOD_FUSION_THRESHOLD": self.fusion_threshold_bytes,
+            "HOROVOD_CACHE_CAPACITY": self.cache_capacity,
+            "HOROVOD_HIERARCHICAL_ALLREDUCE": self.hierarchical_allreduce,
+        }
         return {
             variable: f"{value:g}" if isinstance(value, float) else str(int(value))
-            for variable, value in zip(OF_OPTIONS.values(), values, strict=True)
+            for variable, value in values.items()
             if value is not None
         }
 
@@ -73,37 +71,6 @@ class TunedFile(Document, frozen=True):
 
     settings: Tuned
     measured: Any = None
-
-
-def choose(
-    path: Path | None,
-    *,
-    cycle_time_ms: float | None,
-    fusion_threshold_mb: float | None,
-    cache_capacity: int | None,
-    hierarchical_allreduce: bool | None,
-) -> tuple[Tuned, dict[str, str], tuple[str, ...]]:
-    """The settings of a file with those of the options over them, where each variable comes from, and the variables
-    that the file has on besides.
-
-    Args:
-        path: see ``read``; None for no file.
-        fusion_threshold_mb: MiB; the others: see ``Tuned``.
-    Raises:
-        InvalidArgumentError: see ``read``.
-    """
-    found, source, left = (Tuned(), "", ()) if path is None else read(path)
-    options = Tuned(
-        cycle_time_s=None if cycle_time_ms is None else cycle_time_ms / 1000,
-        fusion_threshold_bytes=None if fusion_threshold_mb is None else round(fusion_threshold_mb * MIB),
-        cache_capacity=cache_capacity,
-        hierarchical_allreduce=hierarchical_allreduce,
-    )
-    sources = dict.fromkeys(found.variables(), f"--tuned: {source}")
-    flags = {variable: f"--{option.replace('_', '-')}" for option, variable in OF_OPTIONS.items()}
-    sources.update({variable: flags[variable] for variable in options.variables()})
-    given = {name: value for name, value in structs.asdict(options).items() if value is not None}
-    return structs.replace(found, **given), sources, left
 
 
 def read(path: Path) -> tuple[Tuned, str, tuple[str, ...]]:

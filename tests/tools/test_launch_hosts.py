@@ -349,10 +349,11 @@ def test_hosts_without_room_and_unknown_hosts(n, ppn, given, message):
         ({"COBALT_JOBID": "7"}, "aprun", "this is Cobalt job 7 (COBALT_JOBID), and aprun is installed"),
     ],
 )
-def test_the_batch_job_chooses_its_launcher_where_it_is_installed(environ, launcher, why):
-    assert batch.choice(environ, PROGRAMS) == (launcher, why)
-    assert batch.choice(environ, {}) is None
-    assert batch.choice({}, PROGRAMS) is None
+def test_the_batch_job_chooses_its_launcher_where_it_is_installed(tmp_path, environ, launcher, why):
+    there = program(tmp_path / "pals" / launcher, "")
+    assert batch.choice(str(there.parent), environ) == (launcher, why, there)
+    assert batch.choice(str(tmp_path), environ) is None
+    assert batch.choice(str(there.parent), {}) is None
     job = build(found=replace(FACTS, batch=(launcher, why)))
     assert (job.launcher_name, job.elsewhere) == (launcher, True)
     assert plan.explanation(job).startswith(f"launcher {launcher}: {why}\n")
@@ -368,13 +369,15 @@ def program(file, text):
 
 def test_mpiexec_counts_only_when_it_is_that_of_pals(tmp_path):
     environ = {"PATH": "/usr/bin:/bin"}
-    assert batch.is_pals(program(tmp_path / "pals/1.2/bin/mpiexec", "exit 1"), environ)
-    assert batch.is_pals(program(tmp_path / "a/mpiexec", "echo 'mpiexec (PALS) 1.2'"), environ)
-    assert not batch.is_pals(program(tmp_path / "b/mpiexec", "echo 'mpiexec (Open MPI) 5.0'"), environ)
-    broken = tmp_path / "c/mpiexec"
-    program(broken, "").write_text("#!/nowhere\n")
-    assert not batch.is_pals(broken, environ)
-    assert batch.installed(["mpiexec", "aprun"], str(tmp_path / "b"), environ) == {}
+    for place, text in (("pals/1.2/bin", "exit 1"), ("a", "echo 'mpiexec (PALS) 1.2'")):
+        file = program(tmp_path / place / "mpiexec", text)
+        assert batch.find("mpiexec", str(file.parent), environ) == file
+    other = program(tmp_path / "b/mpiexec", "echo 'mpiexec (Open MPI) 5.0'")
+    broken = program(tmp_path / "c/mpiexec", "")
+    broken.write_text("#!/nowhere\n")
+    for file in (other, broken):
+        assert batch.find("mpiexec", str(file.parent), environ) is None
+    assert batch.find("aprun", str(tmp_path / "b"), environ) is None
 
 
 def test_gathering_asks_for_the_batch_jobs_launcher_alone(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hvdkit.common.programs import version
@@ -22,41 +22,31 @@ _UNTIED = "tied to one core, Horovod's background thread would fight the trainin
 _NODE = re.compile(r"(?:nid)?0*([0-9]+)")
 
 
-def called_for(environ: Mapping[str, str]) -> list[str]:
-    """The launchers of the batch jobs around this process."""
-    return [program for system, program in _SYSTEMS.items() if environ.get(BATCH_JOBS[system])]
-
-
-def choice(environ: Mapping[str, str], programs: Mapping[str, Path]) -> tuple[str, str] | None:
-    """The launcher that the batch job around this process calls for, and why; None where there is none.
+def choice(search_path: str, environ: Mapping[str, str]) -> tuple[str, str, Path] | None:
+    """The launcher that the batch job around this process calls for, why, and its path; None where there is none.
 
     Args:
+        search_path: directories, as in PATH.
         environ: the environment of this process.
-        programs: what ``installed`` found.
     """
-    for system, program in _SYSTEMS.items():
+    for system, name in _SYSTEMS.items():
         variable = BATCH_JOBS[system]
-        if environ.get(variable) and program in programs:
-            which = "PALS's mpiexec" if program == "mpiexec" else program
-            return program, f"this is {system} job {environ[variable]} ({variable}), and {which} is installed"
+        if environ.get(variable) and (program := find(name, search_path, environ)) is not None:
+            which = "PALS's mpiexec" if name == "mpiexec" else name
+            return name, f"this is {system} job {environ[variable]} ({variable}), and {which} is installed", program
     return None
 
 
-def installed(wanted: Iterable[str], search_path: str, environ: Mapping[str, str]) -> dict[str, Path]:
-    """Those of the wanted launchers that are on a search path such as PATH, by name."""
-    found = {}
-    for program in wanted:
-        path = shutil.which(program, path=search_path)
-        if path is not None and (program != "mpiexec" or is_pals(Path(path), environ)):
-            found[program] = Path(path).absolute()
-    return found
-
-
-def is_pals(mpiexec: Path, environ: Mapping[str, str]) -> bool:
-    """Whether an mpiexec is that of PALS: by the directory that it lies in, or by what it says of itself."""
-    if "pals" in mpiexec.resolve().parts or "/pals/" in str(mpiexec):
-        return True
-    return "PALS" in version(mpiexec, environ).text
+def find(name: str, search_path: str, environ: Mapping[str, str]) -> Path | None:
+    """A launcher of ``LINES`` on a search path; an mpiexec only where it lies in a directory of PALS, or says so."""
+    found = shutil.which(name, path=search_path)
+    if found is None:
+        return None
+    program = Path(found).absolute()
+    of_pals = "pals" in program.resolve().parts or "/pals/" in found
+    if name == "mpiexec" and not of_pals and "PALS" not in version(program, environ).text:
+        return None
+    return program
 
 
 def _pals(request: Request, program: Path) -> LauncherLine:

@@ -83,14 +83,14 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     """
     python = own_python()
     path = job_path(environ, python)
-    if request.launcher != "auto":
-        wanted = [request.launcher] if request.launcher in batch.LINES else []
-    elif not request.hosts and (request.hosts_chosen or job_hosts.of_job(environ)):  # on this machine alone
-        wanted = []
-    else:
-        wanted = batch.called_for(environ)
-    programs = batch.installed(wanted, path, environ)
-    chosen = batch.choice(environ, programs) if request.launcher == "auto" else None
+    programs, chosen = {}, None
+    here_alone = not request.hosts and (request.hosts_chosen or job_hosts.of_job(environ))
+    if request.launcher in batch.LINES:
+        if (program := batch.find(request.launcher, path, environ)) is not None:
+            programs = {request.launcher: program}
+    elif request.launcher == "auto" and not here_alone and (called := batch.choice(path, environ)) is not None:
+        name, why, program = called
+        programs, chosen = {name: program}, (name, why)
     open_choice = request.launcher == "auto" and chosen is None
     horovod = installed_horovod(python) if open_choice else recorded_horovod()
     wants_mpi = request.launcher == "mpirun" or (open_choice and (horovod is None or horovod.mpi))

@@ -42,7 +42,7 @@ def parse(text: str) -> list[Named]:
             raise InvalidArgumentError(
                 f"--hosts has {entry!r} where HOST or HOST:SLOTS (1 or more slots) is expected, as in h1:4,h2:4."
             )
-        found.append((match[1], int(match[2]) if match[2] else None))
+        found.append((match[1], match[2]))
     return _merged(found, "--hosts")
 
 
@@ -59,12 +59,12 @@ def read(file: Path) -> list[Named]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InvalidArgumentError(f"--hostfile {file} cannot be read: {reason}.") from error
-    found: list[Named] = []
+    found = []
     for number, line in enumerate(lines, start=1):
         entry = line.partition("#")[0].strip()
         match = _LINE.fullmatch(entry)
         if match is not None:
-            found.append((match[1], int(match[2]) if match[2] else None))
+            found.append((match[1], match[2]))
         elif entry:
             raise InvalidArgumentError(
                 f"--hostfile {file}, line {number}: {shortened(line.strip())} is no HOST, HOST:SLOTS or "
@@ -75,17 +75,18 @@ def read(file: Path) -> list[Named]:
     return _merged(found, f"--hostfile {file}")
 
 
-def _merged(found: Sequence[Named], source: str) -> list[Named]:
+def _merged(found: Sequence[tuple[str, str | None]], source: str) -> list[Named]:
     """Each host once; a bare name that comes several times has that many slots."""
-    slots: dict[str, int | None] = {}
+    counts: dict[str, list[str | None]] = {}
     for name, count in found:
-        if name not in slots:
-            slots[name] = count
-        elif count is None and all(own is None for same, own in found if same == name):
-            slots[name] = (slots[name] or 1) + 1
-        else:
+        counts.setdefault(name, []).append(count)
+    hosts: list[Named] = []
+    for name, slots in counts.items():
+        if len(slots) > 1 and any(slots):
             raise InvalidArgumentError(f"{source} names host {name!r} twice; give it once, with all its slots.")
-    return list(slots.items())
+        bare = len(slots) if len(slots) > 1 else None
+        hosts.append((name, int(slots[0]) if slots[0] else bare))
+    return hosts
 
 
 def placed(

@@ -155,6 +155,37 @@ def test_a_connection_that_ends_without_a_word_is_not_called_killed(watched, cap
 
 
 @pytest.mark.parametrize(
+    ("answering", "lost"),
+    [([0], "host n2 answered when the job began"), ([0, 2], ""), ([], "hosts n1 and n2 answered")],
+)
+def test_a_host_of_which_no_rank_answers_ends_the_job_and_is_named(watched, capfd, answering, lost):
+    it = watched(elsewhere=True)
+    for rank, host in zip(it.ranks, ("n1", "n2", "n2"), strict=True):
+        rank.host = host
+    it.job._on_errors(it.ranks[0], b"Traceback (most recent call last):\nHorovodInternalError: it is gone\n")
+    assert it.at(wire.ASK) == [0.0] * 3
+    for rank in answering:
+        it.job._on_frame(it.ranks[rank], wire.HERE, b"")
+    it.pass_time(supervise.ANSWER_S)
+    it.job._timers.run(blocking=False)
+    assert it.at(wire.STOP) == ([supervise.ANSWER_S] * 3 if lost else [])
+    it.job._launcher.returncode = 1
+    assert it.job._conclude() == 1
+    said = capfd.readouterr().err
+    assert f"hvdkit launch: {lost}" in said if lost else "answered" not in said
+
+
+def test_a_rank_that_hangs_up_is_on_a_host_that_is_there(watched):
+    it = watched(elsewhere=True)
+    theirs, ours = socket.socketpair()
+    with ours:
+        it.ranks[0].connection = ours
+        it.ranks[0].ask()
+        theirs.close()
+        assert it.ranks[0].receive() == b"" and it.job._lost_hosts() == []
+
+
+@pytest.mark.parametrize(
     ("elsewhere", "ended", "came", "survives", "said"),
     [
         (True, 3, 3, "", "every process was ended."),

@@ -2,12 +2,14 @@
 
 ::
 
-    command, placement, facts                         what is asked for, and what there is
+    options, command, placement, facts            what is asked for, and what there is
        └── plan ── (mpirun, horovodrun, batch,    command line and environment, with a reason for each setting
-             │      recordings)
-             └── supervise ── (peer, reach,       one process that watches the job, in hvdkit launch
-                     ⇅       outcome, stall, shown)    TCP, with a proof that each side knows the job's secret
-                   rank                           one process beside each rank, on whatever host it is
+             │      stage, recordings)
+             └── supervise ── (peer, outcome,     one process that watches the job, in hvdkit launch
+                     ⇅       stall, reach, shown)
+                   wire                           TCP, with a proof that each side knows the job's secret
+                     ⇅
+                   rank ── (on_host, processes)   one process beside each rank, on whatever host it is
 
 ``plan`` is pure: facts in, command line and environment out, through ``mpirun``, ``horovodrun`` and, for the launchers
 of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before the user's command,
@@ -21,8 +23,11 @@ the status of the rank was. Their own ways to pass signals on differ, and none o
 stays theirs: starting processes on hosts, and, elastic, replacing those that fail.
 
 Where a rank cannot reach ``hvdkit launch`` (a firewall, or a launcher that hands no environment on), it says so and
-runs all the same, seen to by the launcher alone. ``reach`` asks the hosts whether they answer, when a rank has lost
-another or none has come.
+runs all the same, seen to by the launcher alone. When a rank has lost another, all are asked over their connections: a
+host of which none answers is lost. ``reach`` says why none has come.
+
+``options`` has each option once: its flags and help, what it needs and excludes, how launchers say it, and the
+variables that it sets.
 
 ``shown`` is all that is seen of the job: it tags lines, and ``tracebacks`` sorts what the ranks write as they fail, so
 that the cause is read last. ``stall`` reads Horovod's reports of collectives that wait, and ``observe.startup`` makes

@@ -79,6 +79,7 @@ class Peer:
         trained: an optimizer of it has taken a step.
         killed_workers: processes that it started and that a signal killed: process id and signal.
         stacks: the Python stacks that it handed in.
+        silent: it was asked and has not answered, or the network to it has failed; None where it was not asked.
         end: how the rank ended, None until then.
     """
 
@@ -96,12 +97,23 @@ class Peer:
     trained: bool = False
     killed_workers: list[tuple[int, int]] = field(default_factory=list)
     stacks: bytearray = field(default_factory=bytearray)
+    silent: bool | None = None
     end: RankEnd | None = None
 
     def order(self, order: bytes) -> None:
         """Tell it to stop, kill or dump."""
         with contextlib.suppress(OSError):  # it has just ended by itself
             self.connection.send(order)
+
+    def ask(self) -> None:
+        """Ask whether it is there."""
+        self.silent = True
+        self.order(wire.ASK)
+
+    def answered(self) -> None:
+        """It is there, or its host has said that it is not."""
+        if self.silent:
+            self.silent = False
 
     def shake_hands(self, data: bytes, secret: str) -> bool | None:
         """Take the answer to the nonce, and show that this side knows the secret, too.
@@ -136,9 +148,15 @@ class Peer:
     def receive(self) -> bytes:
         """What has come; nothing when the connection is at its end."""
         try:
-            return self.connection.recv(RECEIVE_BYTES)
+            data = self.connection.recv(RECEIVE_BYTES)
+        except ConnectionError:
+            data = b""
         except OSError:
+            self.silent = True
             return b""
+        if not data:
+            self.answered()
+        return data
 
     def frames(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Kind and payload of each frame that ``data`` completes."""

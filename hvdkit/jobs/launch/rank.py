@@ -209,6 +209,8 @@ class _Rank:
     def _on_order(self) -> None:
         orders = self._channel.receive()
         self._ending.may_leave |= wire.LEAVE in orders
+        if wire.ASK in orders:
+            self._channel.send(wire.HERE, b"")
         if wire.DUMP in orders:
             self._ask_for_stacks()
         if wire.KILL in orders:

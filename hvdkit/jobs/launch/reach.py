@@ -1,4 +1,4 @@
-"""The hosts of a job, asked from here: which answer, which no longer do, which nobody knows."""
+"""Why no rank comes from the hosts of a job: those that do not answer, those that nobody knows, what they lack."""
 
 from __future__ import annotations
 
@@ -6,123 +6,58 @@ import contextlib
 import re
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
-"""What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
 _MISSING = re.compile(rb"(/\S+/(?:python[\d.]*|prted|orted)): (?:command )?(?:not found|No such file)")
 """What the shell of another host says where this environment is not there."""
 _PORT = 22
-_WAIT_S, _AGAIN_S = 2.0, 0.5
-"""How long a host may take to answer: TCP asks at 0, 1 and 3 s; and one that has just been silent for so long."""
+_WAIT_S = 2.0
+"""How long a host may take to answer: TCP asks at 0, 1 and 3 s."""
 _LOOK_UP_S = 5.0
 """The resolver's own time for one question to one name server."""
 _AT_A_TIME = 64
 
 
-class Reach:
-    """Remembers which hosts answer now; who answers never, behind a firewall, is not asked again.
-
-    Args:
-        hosts: names or addresses, each once; they are asked in the background.
-    """
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
-        self._asking = ThreadPoolExecutor(1)
-        self._answered = self._asking.submit(lambda: _answering({host: host for host in hosts}))
-        self._suspected: Future[dict[str, str]] | None = None
-
-    def suspect(self) -> None:
-        """Ask all hosts, once and in the background, since a rank has lost another: ``lost`` then waits less."""
-        if self._suspected is None:
-            self._suspected = self._asking.submit(lambda: _answering(self._answered.result()))
-
-    @property
-    def suspected(self) -> bool:
-        """Whether ``suspect`` was called."""
-        return self._suspected is not None
-
-    @property
-    def confirmed(self) -> bool | None:
-        """Whether a host that had answered was silent when it was suspected; None while that is not known."""
-        if self._suspected is None or not self._suspected.done():
-            return None
-        return self._suspected.result().keys() < self._answered.result().keys()
-
-    def lost(self) -> str | None:
-        """A sentence that names the hosts that answered when the job began and no longer do, None without any."""
-        answered = self._answered.result()
-        silent_before = () if self._suspected is None else answered.keys() - self._suspected.result()
-        answer_now = _answering(answered, silent_before)
-        return _sentence(
-            [host for host in answered if host not in answer_now],
-            "host {} answered when the job began and no longer does: the network between, or the host itself, failed, "
-            "and the ranks there are lost.",
-            "hosts {} answered when the job began and no longer do: the network between, or these hosts, failed, and "
-            "the ranks there are lost.",
-        )
-
-    def unreached(self, said: bytes) -> str | None:
-        """Why no rank ran anywhere, as far as the launcher or the hosts tell; ``said``: by the launcher."""
-        if (missing := _MISSING.search(said)) is not None:
-            return (
-                f"{missing[1].decode(errors='replace')} does not exist on another host: this environment and this "
-                "directory must lie at the same path on every host; install it there, or on a file system that all "
-                "share."
-            )
-        answered = self._answered.result()
-        why = "no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
+def unreached(hosts: Sequence[str], said: bytes) -> str | None:
+    """Why no rank ran anywhere, as far as the launcher or the hosts tell; ``said``: by the launcher."""
+    if (missing := _MISSING.search(said)) is not None:
         return (
-            _sentence(
-                [host for host in self._hosts if host not in answered and _addresses(host) == []],
-                f"host {{}} is unknown: {why}",
-                f"hosts {{}} are unknown: {why}",
-            )
-            or self.silent()
+            f"{missing[1].decode(errors='replace')} does not exist on another host: this environment and this "
+            "directory must lie at the same path on every host; install it there, or on a file system that all share."
         )
-
-    def look_for_silent(self) -> Future[str | None]:
-        """``silent``, in the background."""
-        return self._asking.submit(self.silent)
-
-    def silent(self) -> str | None:
-        """A sentence that names the hosts that do not answer now, None without any."""
-        answering = _answering({host: host for host in self._hosts})
-        why = (
-            f"not answer on port {_PORT}, that of ssh: a firewall is between, or the address is wrong; 'ssh HOST true' "
-            "must work from here."
-        )
-        silent = [host for host in self._hosts if host not in answering]
-        return _sentence(silent, f"host {{}} does {why}", f"hosts {{}} do {why}")
+    if unknown := [host for host in hosts if _addresses(host) == []]:
+        are = "is" if len(unknown) == 1 else "are"
+        why = "no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
+        return f"{named(unknown)} {are} unknown: {why}"
+    return silent(hosts)
 
 
-def _sentence(hosts: Sequence[str], of_one: str, of_several: str) -> str | None:
-    """The sentence with the names of the hosts, None where there are none."""
-    if len(hosts) > 1:
-        return of_several.format(f"{', '.join(hosts[:-1])} and {hosts[-1]}")
-    return of_one.format(hosts[0]) if hosts else None
+def silent(hosts: Sequence[str]) -> str | None:
+    """A sentence that names the hosts where no ssh server answers now, None without any."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        answers = dict(zip(hosts, pool.map(_answers, hosts), strict=True))
+    quiet = [host for host, answer in answers.items() if not answer]
+    if not quiet:
+        return None
+    do = "does" if len(quiet) == 1 else "do"
+    why = "a firewall is between, or the address is wrong; 'ssh HOST true' must work from here."
+    return f"{named(quiet)} {do} not answer on port {_PORT}, that of ssh: {why}"
 
 
-def _answering(addresses: dict[str, str], silent_before: Collection[str] = ()) -> dict[str, str]:
-    """The hosts of these that answer, with the address of each: names cannot be looked up without a network."""
-    if not addresses:
-        return {}
-    waits = [_AGAIN_S if host in silent_before else _WAIT_S for host in addresses]
-    with ThreadPoolExecutor(min(_AT_A_TIME, len(addresses))) as pool:
-        found = dict(zip(addresses, pool.map(_ask, addresses.values(), waits), strict=True))
-    return {host: address for host, address in found.items() if address is not None}
+def named(hosts: Sequence[str]) -> str:
+    """``host a``, or ``hosts a, b and c``."""
+    return f"host {hosts[0]}" if len(hosts) == 1 else f"hosts {', '.join(hosts[:-1])} and {hosts[-1]}"
 
 
-def _ask(host: str, wait_s: float) -> str | None:
-    """The address of a host that answers on the port of ssh, or refuses, which is an answer as well."""
+def _answers(host: str) -> bool:
+    """Whether a host answers on the port of ssh; to refuse is an answer as well."""
     for address in (_addresses(host) or [])[:1]:
         with contextlib.suppress(OSError):
             with contextlib.suppress(ConnectionRefusedError):
-                socket.create_connection((address, _PORT), wait_s).close()
-            return address
-    return None
+                socket.create_connection((address, _PORT), _WAIT_S).close()
+            return True
+    return False
 
 
 def _addresses(host: str) -> list[str] | None:

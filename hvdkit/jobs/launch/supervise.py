@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -25,13 +25,12 @@ from typing import IO, cast
 
 from hvdkit.common.programs import signal_name
 from hvdkit.errors import name_ranks
-from hvdkit.jobs.launch import processes, wire
+from hvdkit.jobs.launch import processes, reach, wire
 from hvdkit.jobs.launch.facts import why_no_rank_starts
 from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.mpirun import SESSIONS
 from hvdkit.jobs.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early
 from hvdkit.jobs.launch.peer import RECEIVE_BYTES, Peer, Signals, listener, watched_signals
-from hvdkit.jobs.launch.reach import LOST_DAEMON, Reach
 from hvdkit.jobs.launch.shown import STDERR, STDOUT, JobOutput, Write
 from hvdkit.jobs.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.jobs.launch.start import start
@@ -51,8 +50,10 @@ LEAVE_S, FAR_LEAVE_S = 1.5, 5.0
 """Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM; on several hosts."""
 PATIENCE_S = 15.0
 """Seconds without a rank after which hosts that do not answer are named; ssh itself gives up after two minutes."""
-LOOK_S = 1.0
-"""Seconds between two looks whether a host that was asked has answered, and from STOP to KILL where one has not."""
+LOOK_S, ANSWER_S = 1.0, 3.0
+"""Seconds from STOP to KILL where a host does not answer, and those that it has for an answer."""
+LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
+"""What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
 _SAID_BYTES = 1 << 16
 """The end of what the launcher writes, in which a host that it lost is looked for."""
 _FILES = 100
@@ -119,7 +120,8 @@ class _Job:
         self._plan = plan
         self._signals = signals
         self._listener, self._address = listener, address
-        self._reach = Reach([host.name for host in plan.hosts])
+        self._hosts = [host.name for host in plan.hosts]
+        self._suspected = False
         self._shown = shown
         shown.give_up = lambda: signals.interrupted
         shown.on_unread = lambda: None if signals.interrupted else self._stop()
@@ -249,7 +251,10 @@ class _Job:
             self._unhandled.get(wire.UNHANDLED_PAYLOAD.unpack(payload)[0], set()).add(peer.rank)
         elif kind == wire.SURVIVORS and self._plan.elsewhere:  # here it is looked once more at the end
             self._note_survivors(peer.host, payload.decode().splitlines())
+        elif kind == wire.HERE:
+            peer.answered()
         elif kind == wire.EXIT:
+            peer.answered()
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
 
     def _note_survivors(self, host: str, pids: Iterable[str]) -> None:
@@ -269,7 +274,7 @@ class _Job:
         self._shown.errors(peer, peer.errors.feed(data))
         if peer.errors.holding and not was_holding:
             self._after(HOLD_S, self._release, peer)
-        if self._plan.hosts and not self._reach.suspected and peer.errors.knock_on:
+        if self._plan.elsewhere and not self._suspected and peer.errors.knock_on:
             self._suspect()
         if peer.reports is not None and peer.reports.feed(data):
             self._after(_REPORT_S, self._end_if_stalled)
@@ -338,7 +343,7 @@ class _Job:
                 self._selector.unregister(self._report_fd)
             return False
         self._said = (self._said + data)[-_SAID_BYTES:]
-        if not self._reach.suspected and any(words in self._said for words in LOST_DAEMON):
+        if any(words in self._said for words in LOST_DAEMON):
             self._suspect()
         self._shown.held += data
         self._after(0.0 if self._plan.elastic else SETTLE_S, self._release_report)
@@ -376,25 +381,32 @@ class _Job:
             self._shown.say(f"{signal_name(number)} was not passed on to {name_ranks(sorted(ranks))}: {why}.")
 
     def _suspect(self) -> None:
-        """Ask the hosts whether they answer, since a rank has lost another."""
-        self._reach.suspect()
-        self._after(LOOK_S, self._end_if_a_host_is_lost)
+        """Ask the ranks of several hosts whether they are there, since one has failed or lost another."""
+        if self._suspected or not self._plan.elsewhere:
+            return
+        self._suspected = True
+        for peer in self._peers:
+            peer.ask()
+        self._after(ANSWER_S, self._end_if_a_host_is_lost)
 
     def _end_if_a_host_is_lost(self) -> None:
-        """End the job as soon as a host is known to be silent: the ranks there will say nothing more."""
-        if self._phase is JobPhase.STOPPING or self._plan.elastic:
-            return
-        if self._reach.confirmed:
+        """End the job when a host does not answer: the ranks there will say nothing more."""
+        self._suspected = bool(self._lost_hosts())
+        if self._suspected and self._phase is not JobPhase.STOPPING and not self._plan.elastic:
             self._stop(kill_after_s=LOOK_S)
-        elif self._reach.confirmed is None:
-            self._after(LOOK_S, self._end_if_a_host_is_lost)
+
+    def _lost_hosts(self) -> list[str]:
+        """The hosts of which none of the ranks that were asked has answered, in the order of their first ranks."""
+        answered = {peer.host for peer in self._ranks if peer.silent is False}
+        return list(dict.fromkeys(peer.host for peer in self._ranks if peer.silent and peer.host not in answered))
 
     def _look_for_silent(self, asked: Future[str | None] | None = None) -> None:
         """Name the hosts that do not answer, where no rank has come for a while."""
         if self._ranks or self._phase is not JobPhase.RUNNING:
             return
         if asked is None or not asked.done():
-            self._after(1.0, self._look_for_silent, asked or self._reach.look_for_silent())
+            asked = asked or ThreadPoolExecutor(1).submit(reach.silent, self._hosts)
+            self._after(LOOK_S, self._look_for_silent, asked)
         elif silent := asked.result():
             self._shown.say(f"no rank has started yet: {silent}")
 
@@ -447,6 +459,7 @@ class _Job:
             self._stop()
         if self._phase is JobPhase.STOPPING:
             return
+        self._suspect()
         if self._phase is JobPhase.RUNNING:
             self._after(END_S, self._kill)
         failure = first_failure((*self._ends, *self._lost))
@@ -461,6 +474,7 @@ class _Job:
         if self._phase is JobPhase.STOPPING:
             return
         self._phase, self._end_order = JobPhase.STOPPING, order
+        self._suspect()
         self._order(order)
         self._after(kill_after_s, self._kill)
         if not self._all_started:
@@ -524,9 +538,13 @@ class _Job:
         if self._stall is not None:
             return self._conclude_stall(self._stall)
         lost_daemon = any(words in self._said for words in LOST_DAEMON)
-        if (status or failure or lost_daemon) and (lost := self._reach.lost()):
+        if (status or failure or lost_daemon) and (lost := self._lost_hosts()):
             self._shown.launcher_at_end()
-            self._shown.say(lost)
+            does, itself = ("does", "the host itself") if len(lost) == 1 else ("do", "these hosts")
+            self._shown.say(
+                f"{reach.named(lost)} answered when the job began and no longer {does}: the network between, or "
+                f"{itself}, failed, and the ranks there are lost."
+            )
             own = first_failure(ends)  # the launcher may have killed what was beside the others
             if own is not None:
                 return own.exit_status
@@ -553,7 +571,7 @@ class _Job:
                 )
             return 0
         self._shown.launcher_at_end()
-        if not self._ranks and (unreached := self._reach.unreached(self._said)):
+        if not self._ranks and (unreached := reach.unreached(self._hosts, self._said)):
             self._shown.say(unreached)
             return as_shell
         when = ("" if self._ranks else " before any rank started") + why_no_rank_starts(self._plan.n)

@@ -13,7 +13,7 @@ import socket
 import struct
 
 HEADER = struct.Struct("!cI")
-HELLO, STDOUT, STDERR, REPORT, EXIT, UNHANDLED, SURVIVORS = b"H", b"O", b"E", b"T", b"X", b"U", b"V"
+HELLO, STDOUT, STDERR, REPORT, EXIT, UNHANDLED, SURVIVORS, HERE = b"H", b"O", b"E", b"T", b"X", b"U", b"V", b"Y"
 HELLO_PAYLOAD = struct.Struct("!II")
 """Payload of HELLO: the rank, and the process id of what is beside it; then the host's name."""
 EXIT_PAYLOAD = struct.Struct("!i?I?Q")
@@ -23,9 +23,10 @@ bytes that the cgroup may have, 0 where it has no limit."""
 UNHANDLED_PAYLOAD = struct.Struct("!I")
 """Payload of UNHANDLED: the number of a signal that no process of the rank handles, so that it was not sent."""
 # The payload of SURVIVORS, before EXIT: what did not end by SIGKILL, a line for each process (``with_state``).
-STOP, TERMINATE, KILL, DUMP, LEAVE = b"S", b"T", b"K", b"D", b"L"
+STOP, TERMINATE, KILL, DUMP, LEAVE, ASK = b"S", b"T", b"K", b"D", b"L", b"A"
 """STOP: SIGTERM, and SIGKILL after ``STOP_GRACE_S``. TERMINATE: SIGTERM alone; STOP follows when all ranks have ended,
-or KILL when the job's grace is over. LEAVE, after EXIT: to leave with the command's own status."""
+or KILL when the job's grace is over. LEAVE, after EXIT: to leave with the command's own status. ASK: to answer
+HERE, which a host that is lost does not."""
 PASS_ON = {signal.SIGUSR1: b"1", signal.SIGUSR2: b"2"}
 """Signals that a program handles as it likes, such as a batch system's warning that the time limit is near."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -266,3 +266,28 @@ def test_the_rank_of_launchers_whose_variables_differ_from_system_to_system(monk
     assert sys.path == before
     with pytest.raises(ValueError, match="NOWHERE must be the rank, got ''"):
         on_host.rank_of("NOWHERE")
+
+
+HERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+THERE = {"WORLD_SIZE": "4", "MASTER_PORT": "0", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+         "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+PLACE = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (HERE, {"RANK": "3", "LOCAL_RANK": "3"}),
+        (THERE, {**PLACE, "GLOO_SOCKET_IFNAME": "lo"}),
+        ({**THERE, "MASTER_ADDR": "10.0.0.9"}, {**PLACE, "MASTER_ADDR": "10.0.0.9"}),
+        ({}, {}),
+        ({"HVDKIT_WORKERS": "a:1,b:2"}, {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:2"]}, "task": '
+                                         '{"type": "worker", "index": 3}}'}),
+    ],
+    ids=["one machine", "several hosts", "an address of the user's", "ranks that come and go", "TF_CONFIG"],
+)  # fmt: skip
+def test_a_rank_gets_the_place_that_torchrun_would_give_it(monkeypatch, environ, expected):
+    monkeypatch.setattr(os, "environ", dict(environ))
+    on_host.settle_place(3, "127.0.0.1,localhost")
+    assert expected.items() <= os.environ.items()
+    assert os.environ.keys() <= {*environ, *expected, "GLOO_SOCKET_IFNAME"}

@@ -141,6 +141,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
     with contextlib.suppress(OSError):  # it has just ended, or is another user's
         os.kill(pid, number)
 

@@ -96,6 +96,7 @@ class _Rank:
         return self._leave(process.returncode)
 
     def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        """Start the command in a process group of its own, what it writes and what its Pythons say in pipes."""
         reader, writer = os.pipe()  # for what Python says of itself
         os.set_inheritable(writer, True)
         os.environ["HVDKIT_STACKS"] = f"{writer}:{os.fstat(writer).st_ino}:{int(_STACKS_SIGNAL)}"

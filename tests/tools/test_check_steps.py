@@ -113,6 +113,15 @@ def test_a_data_set_cut_to_as_many_samples_for_each_rank_needs_no_count_of_steps
     assert rounds in text and check_text(text.replace(rounds, ".batch(4)")).verdicts[7].status == "undecided"
 
 
+def test_data_that_another_module_loads_may_be_a_part() -> None:
+    text = (CORRECT / "horovod_torch_class.py").read_text()
+    changed = text.replace("import os\n", "import os\nfrom tools import load\n")
+    changed = changed.replace('CIFAR10("data", transform=ToTensor())', "torch_data.TensorDataset(*load())")
+    changed = changed.replace("DistributedSampler(dataset, size(), rank())", "RandomSampler(dataset)")
+    verdict = check_text(changed).verdicts[6]
+    assert (verdict.status, "the data come from load" in verdict.note) == ("undecided", True)
+
+
 @pytest.mark.parametrize("option", ["op=hvd.Sum", "op=hvd.Adasum"])
 def test_summed_gradients_need_no_larger_rate(option: str) -> None:
     text = (CORRECT / "horovod_torch_class.py").read_text()

@@ -264,7 +264,7 @@ def test_a_job_that_fails_at_once_says_why(ranks, capsys):
         (["--timeout", "0"], "above 0"),
         (["--engine", "kccb"], "kccb"),
         (["--plot", "cdf.gif"], "cdf.gif"),
-        (["--hosts", "a:4", "--hostfile", "h"], "say the same"),
+        (["--hosts", "a:4", "--hostfile", "h"], "set the same"),
     ],
 )
 def test_mistakes_are_one_sentence_before_anything_runs(ranks, capsys, words, said):

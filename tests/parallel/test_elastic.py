@@ -83,7 +83,8 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, 
     ][-5:]
     assert len({one["step"] for one in windows}) == len(windows) > 10
     assert (seen[-1]["kind"], seen[-1]["step"]) == ("end", ranks[0]["step"])
-    assert [len(one["ranks"]["step"]) for one in (windows[0], windows[-1])] == [2, 2]
+    assert {len(window["ranks"]["step"]) for window in windows} <= {1, 2}
+    assert len(windows[-1]["ranks"]["step"]) == 2  # of the first one the killed rank may not have told its part
     if framework == "torch":  # here the root was killed, and another one writes
         last = CheckpointDirectory(tmp_path / "run").latest()
         assert last.step == ranks[0]["step"] // COMMIT_EVERY * COMMIT_EVERY and last.metadata["size_then"] == 2

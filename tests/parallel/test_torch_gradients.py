@@ -1126,7 +1126,7 @@ def test_a_backward_that_raises_leaves_nothing_behind(hk, world):
 
 
 @pytest.mark.parametrize("beside", ["nothing", "another optimizer"])
-@on_ranks("torch", n=3)
+@on_ranks("torch", n=3, fresh=True)  # after the error a rank still waits for what another has not sent
 def test_a_backward_that_raises_on_one_rank_is_one_error_on_every_rank(hk, world, beside):
     """Out of memory, which the program catches: the other ranks wait for the gradients that it has not sent."""
     model, other = net(), net(1)

@@ -26,6 +26,8 @@ from hvdkit.jobs.launch import wire
 from hvdkit.steps import launchers, secret
 
 _LENGTH = struct.Struct("!Q")
+_POLL_S = 0.02
+"""``shutdown`` waits until the server looks up, by default twice a second."""
 _RETURNED, _RAISED, _KEPT = b"returned", b"raised", b"kept"
 
 
@@ -159,7 +161,7 @@ class RankServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.socket.close()
         self.socket = listener
         self.secret = ""
-        self._thread = threading.Thread(target=self.serve_forever, name="hvdkit.run", daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_S,), name="hvdkit.run", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -107,25 +107,10 @@ def measure(
             "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "
             "is the time of all of them, and bandwidths by size say nothing; --fusion off measures each alone."
         )
-    status, failure = 0, None
     unfused = Tuned(fusion_threshold_bytes=0) if engine == HOROVOD and fusion == "off" else DEFAULT
     beside = json.absolute().parent if json is not None else Path.cwd() if here.plan.elsewhere else None
-    with _folder(beside) as folder, ended_by_signals():
-        json_files.write(folder / JOB, job)
-        try:
-            failure = Launch(n, (*WORKER, str(folder)), here.options)(unfused, timeout).failure
-        except ToldToEnd as ended:
-            status = 128 + ended.number
-        except KeyboardInterrupt:
-            status = 130
-        joined = rank_files.join(folder, job)
-    if failure is not None:
-        status = 1
-        if joined.failed is not None:
-            mistake = joined.failed.exit_code == InvalidArgumentError.exit_code
-            raise (InvalidArgumentError if mistake else HvdkitError)(joined.failed.error or "")
-        if not joined.samples:
-            raise LaunchError(f"The job {failure}")
+    with _folder(beside) as folder:
+        joined, status, failure = _run(job, folder, Launch(n, (*WORKER, str(folder)), here.options), unfused, timeout)
     placed = joined.placed
     if placed:  # where the ranks ran they say themselves: a launcher may fill one host
         asked = structs.replace(asked, hosts=len(placed), ppn=placed[0] if len(set(placed)) == 1 else None)
@@ -140,6 +125,35 @@ def measure(
         why = "It was interrupted" if failure is None else "The job failed"
         job.notes.append(f"{why}: {finished} of {plan.trials} trials were measured by all ranks.")
     return structs.replace(job, asked=asked, samples=joined.samples), status, failure
+
+
+def _run(
+    job: EmulateResults, folder: Path, launch: Launch, tuned: Tuned, timeout: float | None
+) -> tuple[rank_files.Joined, int, str | None]:
+    """Run a job whose ranks leave what they measure in a folder: that, the exit status, and why it failed.
+
+    Raises:
+        HvdkitError: what a rank found wrong.
+        LaunchError: the job failed and nothing was measured.
+    """
+    status, failure = 0, None
+    json_files.write(folder / JOB, job)
+    with ended_by_signals():
+        try:
+            failure = launch(tuned, timeout).failure
+        except ToldToEnd as ended:
+            status = 128 + ended.number
+        except KeyboardInterrupt:
+            status = 130
+        joined = rank_files.join(folder, job)
+    if failure is not None:
+        status = 1
+        if joined.failed is not None:
+            mistake = joined.failed.exit_code == InvalidArgumentError.exit_code
+            raise (InvalidArgumentError if mistake else HvdkitError)(joined.failed.error or "")
+        if not joined.samples:
+            raise LaunchError(f"The job {failure}")
+    return joined, status, failure
 
 
 def _stragglers(texts: tuple[str, ...], n: int) -> dict[int, float]:

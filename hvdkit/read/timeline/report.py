@@ -204,28 +204,14 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
     end of negotiation or null, start, end, bytes or null, [phase, start, end, ...], last rank or null, its lateness].
 
     Args:
-        recording: read once, as a stream: at most ``OPERATIONS`` are in memory, the earliest ones.
+        recording: is read once.
         first, last, chosen: of ``_choose_window``.
         summary: of the whole recording.
     Raises:
         InvalidArgumentError: no operation touches the part.
     """
-    total, cycles = 0, list[float]()
     longest = max(tensor.phases["whole"].max for tensor in summary.tensors)
-
-    def touching() -> Iterator[Operation]:
-        nonlocal total
-        for item in recording.items():
-            if isinstance(item, CycleMark):
-                if first <= item.time <= last and len(cycles) < _CYCLES:
-                    cycles.append(item.time)
-            elif item.end > last + longest + _SLACK:
-                return  # the file is in order of time: no operation follows that began before ``last``
-            elif item.begin < last and item.end >= first:
-                total += 1
-                yield item
-
-    kept = heapq.nsmallest(OPERATIONS + 1, touching(), key=lambda operation: operation.begin)
+    kept, total, cycles = _touching(recording, first, last, longest)
     shown_until = last if len(kept) <= OPERATIONS else max(kept.pop().begin, first)
     places = [f"{(time - summary.origin) / 1e6:.6f}" for time in (first, shown_until, last)]
     if not kept:
@@ -288,6 +274,31 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
         "label": f"{count} operations of {tensors} tensors, {chosen}.",
         "groups": [(index, group) for index, group in enumerate(GROUPS) if group in groups],
     }
+
+
+def _touching(
+    recording: Recording, first: float, last: float, longest: float
+) -> tuple[list[Operation], int, list[float]]:
+    """The operations that touch a part, one more than the page holds at most, the earliest; how many do; its cycles.
+
+    The recording is a stream of which no more than these are in memory. ``longest`` is how long an operation may take.
+    """
+    total, cycles = 0, list[float]()
+
+    def touching() -> Iterator[Operation]:
+        nonlocal total
+        for item in recording.items():
+            if isinstance(item, CycleMark):
+                if first <= item.time <= last and len(cycles) < _CYCLES:
+                    cycles.append(item.time)
+            elif item.end > last + longest + _SLACK:
+                return  # the file is in order of time: no operation follows that began before ``last``
+            elif item.begin < last and item.end >= first:
+                total += 1
+                yield item
+
+    kept = heapq.nsmallest(OPERATIONS + 1, touching(), key=lambda operation: operation.begin)
+    return kept, total, cycles
 
 
 def _shown_name(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hvdkit.core import listeners
+from hvdkit.core.control import Flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport import Transport, common_names
 from hvdkit.steps import passes
@@ -77,8 +78,8 @@ class _Exchange(Exchange):
             with self.suspended():
                 super().begin(late)
 
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, flags: Flags) -> None:
+        super().finish(flags)
         self.to_apply = self.exchanging
         if self.exchanging:
             gradients = [parameter.grad for _, parameter in self.training()]

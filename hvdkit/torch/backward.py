@@ -24,7 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from hvdkit.core import listeners
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.core.control import Flags, said_by_some
+from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import passes
 from hvdkit.steps.launchers import is_elastic
@@ -48,12 +49,18 @@ class ReachedExchange(Protocol):
 
     def begin(self) -> None: ...
     def launch(self) -> None: ...
-    def finish(self) -> None: ...
+    def send_empty(self) -> None: ...
+    def wait_all(self) -> Flags: ...
+    def finish(self, flags: Flags) -> None: ...
     def in_flight(self) -> bool: ...
     def norm(self) -> torch.Tensor: ...
-    def cancel(self) -> None: ...
+    def reset(self) -> None: ...
 
 
+_FAILED = (
+    "backward() ended with an error on some ranks, which went on without it; skip a step on every rank or on none: "
+    "raise the error, or make batches that fit into memory."
+)
 _HELD: list[weakref.ref[Any]] = []
 _MADE: Counter[int] = Counter()
 _TOLD: dict[int, int] = {}
@@ -90,7 +97,8 @@ def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
     """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers.
 
     Raises:
-        AgreementError, InvalidArgumentError: see ``Exchange.finish``.
+        AgreementError: backward ended with an error on some ranks; or see ``Exchange.finish``.
+        InvalidArgumentError: see there.
     """
     # All are launched before one is waited for: ranks may have reached them in another order.
     taken = list(reached)
@@ -102,8 +110,11 @@ def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
             exchange.launch()
             taken.append(exchange)
         taken.sort(key=lambda exchange: exchange.number)
-        for exchange in taken:
-            exchange.finish()
+        flags = [exchange.wait_all() for exchange in taken]  # all arrive, also where an error follows
+        if any(said.failed for said in flags):
+            raise AgreementError(_FAILED)
+        for exchange, said in zip(taken, flags, strict=True):
+            exchange.finish(said)
     return taken
 
 
@@ -131,15 +142,25 @@ def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
 
 
 def cancel(reached: list[ReachedExchange]) -> None:
-    """An error ended a backward that reached these.
+    """An error ended a backward that reached these: what is on its way, here or elsewhere, arrives for nothing.
 
     Raises:
-        AgreementError: see ``Exchange.cancel``.
+        AgreementError: it ended on some ranks; on every rank, for the others wait for what this one has not sent.
     """
-    if any(exchange.in_flight() for exchange in reached):
-        reached_elsewhere(reached)  # the other ranks wait for what this one says, too
-    for exchange in reached:
-        exchange.cancel()
+    if not any(exchange.in_flight() for exchange in reached):
+        for exchange in reached:
+            exchange.reset()
+        return
+    taken = [*reached]
+    with COUNTS.allreduce(exchange.process_set for exchange in taken if exchange.exchanging):
+        for exchange in reached_elsewhere(reached):
+            exchange.begin()
+            taken.append(exchange)
+        for exchange in taken:
+            exchange.send_empty()
+        failed = [(exchange.wait_all().failed, exchange.process_set.size()) for exchange in taken]
+    if any(said_by_some(*said) for said in failed):
+        raise AgreementError(_FAILED)
 
 
 class BackwardTracker:

@@ -174,7 +174,7 @@ class AnyBucket(Protocol):
     def launch(self, reducer: Reducer, flags: Flags) -> None: ...
     def finish(self) -> Flags: ...
     def in_flight(self) -> bool: ...
-    def cancel(self) -> bool: ...
+    def begin(self) -> None: ...
     def send_empty(self, reducer: Reducer, flags: Flags) -> None: ...
 
 
@@ -237,7 +237,7 @@ class Bucket:
             if parameter is not None and parameter.grad is old:
                 parameter.grad = new
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """As before the first gradient of a backward."""
         self.arrived.clear()
         self._absent, self._kept, self._sent = [], [], None
@@ -245,14 +245,6 @@ class Bucket:
     def in_flight(self) -> bool:
         """Whether it is on its way."""
         return self._sent is not None
-
-    def cancel(self) -> bool:
-        """Let arrive what is on its way, and forget it; whether there was any."""
-        sent = self._sent
-        if sent is not None:
-            synchronize(sent[0])
-        self._begin()
-        return sent is not None
 
     def send_empty(self, reducer: Reducer, flags: Flags) -> None:
         """Give the other ranks, which wait for it, no gradient, and what this one says."""
@@ -380,7 +372,7 @@ class Bucket:
                     parameter.grad = self._views[place]
         for gradient, place in self._kept:
             gradient.copy_(self._views[place])
-        self._begin()
+        self.begin()
         return flags
 
     def _fitting(self, place: int) -> Parameter | None:
@@ -415,13 +407,10 @@ class SparseGradient:
         """Whether it is on its way."""
         return self._sent is not None
 
-    def cancel(self) -> bool:
-        """Let arrive what is on its way, and forget it; whether there was any."""
-        handles, self._sent = (self._sent or ())[:2], None
+    def begin(self) -> None:
+        """As before the gradient of a backward."""
         self.arrived.clear()
-        for handle in handles:
-            synchronize(handle)
-        return bool(handles)
+        self._sent = None
 
     def send_empty(self, reducer: Reducer, flags: Flags) -> None:  # noqa: ARG002
         """Give the other ranks, which wait for it, no rows."""
@@ -481,8 +470,7 @@ class SparseGradient:
             parameter.grad = torch.sparse_coo_tensor(
                 indices.t(), values, parameter.shape, check_invariants=False
             ).coalesce()
-        self._sent = None
-        self.arrived.clear()
+        self.begin()
         return NO_FLAGS
 
 

@@ -41,10 +41,6 @@ from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 _NUMBERS = itertools.count()
 _REQUIRES_GRAD, _SHAPE = operator.attrgetter("requires_grad"), operator.attrgetter("shape")
-_FAILED = (
-    "backward() ended with an error on some ranks, which went on without it; skip a step on every rank or on none: "
-    "raise the error, or make batches that fit into memory."
-)
 
 
 def named_of(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -298,8 +294,16 @@ class Exchange:
             gradients = [(weakref.ref(one), one.grad) for _, one in self.training()]
             self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
 
-    def finish(self) -> None:
-        """Wait; then all gradients are the mean.
+    def send_empty(self) -> None:
+        """Say in what has not left yet that an error ended this rank's backward."""
+        if self.exchanging:
+            self._passes, self._local = 0, []
+            for bucket in self._buckets():
+                if not bucket.in_flight():
+                    bucket.send_empty(self._reducer, self._flags._replace(failed=1))
+
+    def finish(self, flags: Flags) -> None:
+        """All have arrived, and the ranks say so much; then all gradients are the mean.
 
         Raises:
             AgreementError: the ranks train different parameters, or with other options, or some of them called no
@@ -310,9 +314,6 @@ class Exchange:
             self._within.end()
         if not self.exchanging:
             return
-        flags = self._wait_all()
-        if flags.failed:
-            raise AgreementError(_FAILED)
         if flags.has_fingerprint and self._agreed is not None:  # also where they train others from now on
             self._compare(self._agreed)
         if flags.changed or self._agreed is None:
@@ -320,7 +321,7 @@ class Exchange:
             # What was averaged already averages to itself.
             for bucket in self._buckets():
                 bucket.launch(self._reducer, self._flags._replace(changed=0))
-            flags = self._wait_all()
+            flags = self.wait_all()
         self._divergence.exchanges += 1
         if self._divergence.exchanges >= self._divergence.due:
             self._divergence.ask()
@@ -330,9 +331,9 @@ class Exchange:
                 "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
             )
 
-    def _wait_all(self) -> Flags:
+    def wait_all(self) -> Flags:
         """Wait for all buckets; how many ranks say what in them."""
-        found = [flags for bucket in self._buckets() if any(flags := bucket.finish())]
+        found = [flags for bucket in self._buckets() if bucket.in_flight() and any(flags := bucket.finish())]
         return joined(found) if found else NO_FLAGS
 
     def _compare(self, agreed: _Agreed) -> None:
@@ -398,18 +399,10 @@ class Exchange:
         """Whether any of its buckets is on its way."""
         return any(bucket.in_flight() for bucket in self._buckets())
 
-    def cancel(self) -> None:
-        """An error ended backward: what is on its way arrives, for nothing.
-
-        Raises:
-            AgreementError: it ended on some ranks; on every rank, for the others wait for the rest.
-        """
-        unsent = [bucket for bucket in self._buckets() if not bucket.cancel()]
-        if 0 < len(unsent) < len(self._buckets()):
-            for bucket in unsent:
-                bucket.send_empty(self._reducer, self._flags._replace(failed=1))
-            if said_by_some(joined([bucket.finish() for bucket in unsent]).failed, self.process_set.size()):
-                raise AgreementError(_FAILED)
+    def reset(self) -> None:
+        """An error ended backward, before anything was sent."""
+        for bucket in self._buckets():
+            bucket.begin()
 
     def forget_agreement(self) -> None:
         """The ranks are others now, and what was on its way is lost."""

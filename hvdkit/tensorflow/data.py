@@ -76,6 +76,7 @@ class ShardedDataset(InEpochs, private.DatasetOver):
         options = tf.data.Options()
         options.deterministic = True
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        options.experimental_optimization.inject_prefetch = False  # fails on int32 rows, in a loop within tf.function
         self._settings = options
         self._batches = rows.batches(self._arrays, self._epochs, self._epochs.pack).with_options(options)
         self._untuned = untuned(self._batches)  # once: what iterates a new one first waits 50 ms

@@ -368,12 +368,12 @@ def test_a_shard_is_a_dataset_for_functions_and_fit(hk, world, everyone):
     import tensorflow as tf
 
     x = np.arange(12, dtype=np.float32)
-    dataset = hk.shard(x, world, 2, remainder="exact")
+    dataset = hk.shard((x, np.arange(12, dtype=np.int32)), world, 2, remainder="exact")
 
     @tf.function
     def loop(batches: Any) -> Any:
         total = tf.constant(0.0)
-        for values, w in batches:
+        for values, _, w in batches:
             total += tf.reduce_sum(values * tf.cast(w > 0, tf.float32))
         return total
 
@@ -390,7 +390,7 @@ def test_a_shard_is_a_dataset_for_functions_and_fit(hk, world, everyone):
     assert fresh.epoch == 3
     image = hk.shard({"image": np.zeros((12, 2, 2), np.uint8), "id": x.astype(np.float64)}, world, 2, shuffle=False)
     assert str(image.element_spec["image"].shape) == "(None, 2, 2)"
-    assert next(iter(dataset))[1].dtype.name == "float32"
+    assert next(iter(dataset))[2].dtype.name == "float32"
     assert dataset.options().experimental_distribute.auto_shard_policy.name == "OFF"
 
 

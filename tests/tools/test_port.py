@@ -226,6 +226,7 @@ def test_seeds_make_the_data_the_same_and_each_ranks_numbers_its_own() -> None:
         ("DataLoader(data", "DataLoader(*data", "the text does not show"),
         ("model.parameters()", "[p for m in (a, b) for p in both(m)]", "0 models"),
         ("loss.backward()", "total = loss / len(loader.dataset)\n        loss.backward()", "counts all samples"),
+        ("loss.backward()", "total = loss / len(data)\n        loss.backward()", "counts all samples"),
         ("optimizer.step()\n", "optimizer.step()\nlogs = [open('l', 'w')]\n", "`open` runs on every rank"),
         ("for epoch", "with mlflow.start_run():\n  for epoch", "in a statement that trains, too"),
         ("for epoch", "writer = SummaryWriter()\nruns = [writer]\nfor epoch", "as part of a larger statement"),

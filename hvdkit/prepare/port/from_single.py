@@ -235,16 +235,17 @@ def _loader(plan: PortPlan, event: Event) -> None:
             plan.add(call, "False", "shuffle")
     elif not shuffles:
         plan.change(stars[0].value, f'{{"shuffle": False, **{starred(stars[0].value)}}}')
-    _whole_lengths(plan, call)
+    _whole_lengths(plan, call, given)
 
 
-def _whole_lengths(plan: PortPlan, call: ast.Call) -> None:
+def _whole_lengths(plan: PortPlan, call: ast.Call, given: ast.expr) -> None:
     """Sums over this rank's part that are divided by the number of all samples."""
     for node in plan.case.nodes:
         match node:
             case ast.BinOp(op=ast.Div(), right=right) | ast.AugAssign(op=ast.Div(), value=right):
                 sets = [node for node in ast.walk(right) if isinstance(node, ast.Attribute) and node.attr == "dataset"]
-                if any(call in plan.case.calls(one.value) for one in sets):
+                counts = f"len({ast.unparse(given)})" in map(ast.unparse, ast.walk(right))
+                if counts or any(call in plan.case.calls(one.value) for one in sets):
                     plan.leave(node, f"`{ast.unparse(right)}` counts all samples, and each rank sums over its part",
                         f"{plan.hk}.average_metrics({{'loss': (total, count)}}, {plan.world})")  # fmt: skip
 

@@ -63,6 +63,12 @@ def _length(dataset: Any) -> int:
         raise InvalidArgumentError(
             f"shard picks samples by their index, and {type(dataset).__name__} can only be iterated. {EVERY_NTH}"
         )
+    rows = {tuple(getattr(part, "shape", ()))[:1] for part in dataset} if isinstance(dataset, tuple) else {()}
+    if len(rows) == 1 and () not in rows and len(dataset) < 4:
+        raise InvalidArgumentError(
+            f"shard got a tuple of {len(dataset)} arrays, which PyTorch takes for {len(dataset)} samples; give it "
+            "torch.utils.data.TensorDataset(*map(torch.as_tensor, arrays))."
+        )
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):

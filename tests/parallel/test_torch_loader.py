@@ -446,6 +446,7 @@ def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
         (stream(range(9)), {"sampler": range(9)}, "leave sampler out"),
         (Endless(), {}, r"a data set with a length, got Endless; .*Subset\(dataset, range\(n\)\)"),
         (iter([1]), {}, r"list_iterator can only be iterated\. .*islice\(source, world.rank, None, world.size\)"),
+        ((np.zeros((9, 2)), np.zeros(9)), {}, r"2 arrays, which PyTorch takes for 2 samples; .*TensorDataset"),
         (IterableWrapper(range(9)).sharding_filter(), {}, "sharding_filter deals out .* by torch.distributed"),
         (data.DataLoader(ten, 4), {}, "has batch_size=4, and shard was given 2; both are samples per step on one rank"),
         (data.DataLoader(ten, batch_size=None), {}, r"makes no batches .*: shard\(loader.dataset, world, batch_size\)"),

@@ -69,8 +69,10 @@ $(DEMO): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PIP) $(FRAMEWORKS) --editable ".[mpi,examples,report,analysis]"
 	touch $@
 
+# tensorflow-text, which keras-hub asks for, would bring TensorFlow's CUDA build over the CPU's.
 $(READY): $(DEMO)
 	$(PIP) --editable ".[$(EXTRAS)]"
+	$(PIP) --no-deps keras-hub
 	touch $@
 
 docs: $(READY)

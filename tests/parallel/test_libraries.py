@@ -23,7 +23,8 @@ def test_the_programs_of_the_page_run(hk, world, everyone, tmp_path, monkeypatch
 
     headings = ("torchmetrics", "Lightning", "accelerate", "transformers: Trainer")
     code = {heading: blocks("libraries.md")[heading][0] for heading in headings}
-    others = {"Trainer, Lightning, accelerate, torchmetrics, Hydra, Optuna", "Hydra and Optuna: a trial is a job"}
+    title = "Trainer, Lightning, accelerate, torchmetrics, KerasTuner, keras-hub, Hydra, Optuna"
+    others = {title, "KerasTuner", "keras-hub", "Hydra and Optuna: a trial is a job"}
     assert set(code) == set(blocks("libraries.md")) - others
     run(code["torchmetrics"], {})
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def compile_all(tools: Toolchain, tree: Path, edits: Iterable[Edit] = (), say: C
         say: is told what is compiled.
     """
     flags = _flags(tools, tree)
-    objects, texts = ROOT / "objects", dict(_texts(tree))
+    texts = dict(_texts(tree))
     for file, pattern, new in edits:
         texts[file], count = re.subn(pattern, new, texts[file])
         if count != 1:
@@ -108,20 +109,14 @@ def compile_all(tools: Toolchain, tree: Path, edits: Iterable[Edit] = (), say: C
     # A copy of 4 kB for every thread would take most of the time.
     kernels = kernels.replace("(BatchedD2DParams params", "(const BatchedD2DParams& params")
     texts[KERNELS] = f'#include "standin.h"\n{kernels}'
-    objects.mkdir(parents=True, exist_ok=True)
-    made = []
-    for file, text in texts.items():
-        at = tree / file
-        unit = objects / f"{_sha([*flags, file, text])}.cc"
-        made.append(_object(unit))
-        if not made[-1].exists():
-            say(f"compiling {file}")
-            unit.write_text(f'#line 1 "{at}"\n{text}', encoding="utf-8")
-            half = unit.with_suffix(".o")
-            _run(["g++", *flags, "-MMD", f"-iquote{at.parent}", "-c", "-o", str(half), str(unit)])
-            made[-1] = _object(unit)
-            half.rename(made[-1])
-            unit.unlink()
+    (ROOT / "objects").mkdir(parents=True, exist_ok=True)
+    jobs = build.job_count(
+        len(os.sched_getaffinity(0)),
+        build.available_bytes(text_if_there(Path("/proc/meminfo"))),
+        os.environ.get("MAX_JOBS"),
+    )
+    with ThreadPoolExecutor(jobs) as pool:
+        made = list(pool.map(lambda named: _compile(tree, *named, flags, say), texts.items()))
     program = ROOT / f"harness-{_sha(map(str, made))}"
     if not program.exists():
         for old in ROOT.glob("harness-*"):
@@ -140,6 +135,19 @@ def _texts(tree: Path) -> Iterable[tuple[str, str]]:
         yield f"gloo-{len(names)}.cc", "".join(f'#include "gloo/{name}.cc"\n' for name in names.split())
     for name in ("standin.cc", "harness.cc"):
         yield name, (HERE / name).read_text(encoding="utf-8")
+
+
+def _compile(tree: Path, file: str, text: str, flags: list[str], say: Callable[[str], None]) -> Path:
+    """The object of a file whose text is given, compiled unless it is there."""
+    at, unit = tree / file, ROOT / "objects" / f"{_sha([*flags, file, text])}.cc"
+    if not _object(unit).exists():
+        say(f"compiling {file}")
+        unit.write_text(f'#line 1 "{at}"\n{text}', encoding="utf-8")
+        half = unit.with_suffix(".o")
+        _run(["g++", *flags, "-MMD", f"-iquote{at.parent}", "-c", "-o", str(half), str(unit)])
+        half.rename(_object(unit))
+        unit.unlink()
+    return _object(unit)
 
 
 def _object(unit: Path) -> Path:

@@ -63,7 +63,8 @@ def run(
     Returns:
         What the function returned, by rank.
     Raises:
-        InvalidArgumentError: an argument is wrong, or this is not the main thread, which alone gets signals.
+        InvalidArgumentError: an argument is wrong, it or a result cannot be pickled, or this is not the main thread,
+            which alone gets signals.
         MissingFrameworkError: cloudpickle is not installed.
         LaunchError: the job failed otherwise than by an exception of the function.
         KeyboardInterrupt: it was interrupted; every rank has been ended.
@@ -73,12 +74,19 @@ def run(
 
     if not callable(function):
         raise InvalidArgumentError(f"run takes a function, got {type(function).__name__}.")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise InvalidArgumentError(
+            f"args must be a tuple or a list, got {args!r}; of one argument it is args=({args!r},)."
+        )
     if threading.current_thread() is not threading.main_thread():
         raise InvalidArgumentError("run was called in another than the main thread, which alone gets signals.")
     words = _as_typed({**options, "n": n, "hosts": hosts, "variables": dict(env or {})})
     command = (str(facts.own_python()), "-m", "hvdkit.jobs.function")
     request = facts.settle(command, os.environ, **words)
-    work = _pickled((list(sys.path), _pickled((function, tuple(args), dict(kwargs or {})))))
+    call = _pickled(
+        (function, tuple(args), dict(kwargs or {})), "the function or an argument", "make it in the function"
+    )
+    work = _pickled((list(sys.path), call))
     listener, address = peer.listener([host.name for host in request.hosts], here=not request.hosts)
     with _Server(listener, work) as server, _known_secret(server):
         ended = cli.start(replace(request, command=(*command, address)), _writer())
@@ -114,12 +122,15 @@ def _as_typed(given: dict[str, Any]) -> dict[str, Any]:
     return typed
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: Any, what: str = "it", instead: str = "leave it out") -> bytes:
     try:
         import cloudpickle  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingFrameworkError("hvdkit.run needs cloudpickle: `pip install cloudpickle`.") from error
-    made: bytes = cloudpickle.dumps(value)
+    try:
+        made: bytes = cloudpickle.dumps(value)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise InvalidArgumentError(f"{what} cannot be sent to another process ({error}); {instead}.") from error
     return made
 
 
@@ -267,7 +278,7 @@ def main(address: str) -> None:
         send(sent, str(rank).encode())
         try:
             function, args, kwargs = pickle.loads(work)  # noqa: S301
-            value = _pickled(function(*args, **kwargs))
+            value = _pickled(function(*args, **kwargs), "what the function returned", "return arrays, numbers or lists")
         except Exception as error:
             send(sent, _RAISED)
             send(sent, _pickled((_as_pickled(error), traceback.format_exc())))

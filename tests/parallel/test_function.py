@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -75,7 +76,10 @@ def test_a_rank_that_is_gone_without_a_result_is_named():
         hvdkit.run(sys.exit, 2)
     with pytest.raises(hvdkit.LaunchError, match=r"rank 0 \(pid \d+\) was killed by SIGKILL"):
         hvdkit.run(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
-    with pytest.raises(TypeError, match="pickle"):
+
+
+def test_a_result_that_cannot_be_sent_is_said():
+    with pytest.raises(hvdkit.InvalidArgumentError, match=r"returned cannot be sent .*'generator'.*; return arrays"):
         hvdkit.run(lambda: (_ for _ in ()), 1)
 
 
@@ -103,6 +107,9 @@ def test_a_job_that_starts_again_gives_the_results_of_the_last_attempt():
         ({"n": None}, "The number of processes is missing"),
         ({"dry_run": True}, "no option 'dry_run'"),
         ({"hosts": "h1:0"}, "'h1:0'"),
+        ({"args": 0.1}, r"tuple or a list, got 0.1; .* args=\(0.1,\)"),
+        ({"args": "runs"}, r"tuple or a list, got 'runs'; .* args=\('runs',\)"),
+        ({"args": [threading.Lock()]}, r"an argument cannot be sent .*lock.*; make it in the function"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options, message):

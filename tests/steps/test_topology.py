@@ -66,6 +66,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
             "horovodrun",
         ),  # mpirun in a rank of mpirun, and the table's order
         ([{}, HOROVODRUN], "horovodrun"),
+        ([{**HOROVODRUN, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}], "Open MPI"),  # left by two jobs, mpirun in it
     ],
 )
 def test_the_innermost_launcher_counts(above, launcher):

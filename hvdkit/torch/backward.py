@@ -169,15 +169,22 @@ class BackwardTracker:
     def __init__(self) -> None:
         self._reached: list[ReachedExchange] = []
         self._thread = 0
+        self._lock = threading.RLock()
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
     def mark_ready(self, exchange: ReachedExchange, parameter: torch.Tensor) -> int:
         """A graph has reached an exchange; returns the number of the graph, which may be one within another.
 
+        Of a model on several devices autograd has a thread for each: none may go on before the exchange has begun.
+
         Raises:
             InvalidArgumentError: another thread is in backward.
         """
+        with self._lock:
+            return self._mark_ready(exchange, parameter)
+
+    def _mark_ready(self, exchange: ReachedExchange, parameter: torch.Tensor) -> int:
         task = private.current_graph_task()
         if task not in self._tasks:
             if not self._ends:  # the graph that held them is gone: an error ended it

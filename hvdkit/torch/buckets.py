@@ -163,14 +163,17 @@ class AnyBucket(Protocol):
         arrived: the id of each parameter whose gradient has come in this backward, again where it came again.
         param_ids: of its parameters.
         leaves_early: whether it may leave before backward has ended: no gradient of it has come twice in one.
+        on_gpu: whether each gradient's stream is to be noted by ``note_stream`` when it comes.
     """
 
     name: str
+    on_gpu: bool
     param_ids: list[int]
     arrived: list[int]
     leaves_early: bool
 
     def is_complete(self) -> bool: ...
+    def note_stream(self) -> None: ...
     def launch(self, reducer: Reducer, flags: Flags) -> None: ...
     def finish(self) -> Flags: ...
     def in_flight(self) -> bool: ...
@@ -186,7 +189,7 @@ class Bucket:
         sparse_as_dense: whether sparse gradients become dense ones.
     Attributes:
         param_ids: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
-        arrived, leaves_early: see ``AnyBucket``.
+        arrived, leaves_early, on_gpu: see ``AnyBucket``.
     """
 
     def __init__(self, named: Named, sparse_as_dense: bool) -> None:
@@ -201,6 +204,7 @@ class Bucket:
         self._numbers, self._control = starts.pop(), ControlWord(len(named))
         self._where = [(each.shape, strides(each), start) for (_, each), start in zip(named, starts, strict=True)]
         self.arrived: list[int] = []
+        self.on_gpu, self._streams = kind[1].type == "cuda", set[Any]()
         self._absent: list[int] = []
         self._kept: list[tuple[torch.Tensor, int]] = []  # a gradient in the program's own memory, and its place here
         self._sent: tuple[int, torch.Tensor, int] | None = None
@@ -240,6 +244,7 @@ class Bucket:
     def begin(self) -> None:
         """As before the first gradient of a backward."""
         self.arrived.clear()
+        self._streams.clear()
         self._absent, self._kept, self._sent = [], [], None
 
     def in_flight(self) -> bool:
@@ -276,12 +281,25 @@ class Bucket:
         hooks = map(private.gradient_hooks, [weak() for weak in self._parameters])
         return max(map(len, hooks)) == 1
 
+    def note_stream(self) -> None:
+        """A gradient has come on the stream that is current, that of its part of the model's forward."""
+        self._streams.add(torch.cuda.current_stream(self._flat.device))
+
+    def _wait_for_streams(self) -> bool:
+        """Have the current stream wait for those on which gradients came; whether there was another."""
+        here = torch.cuda.current_stream(self._flat.device)
+        others = self._streams - {here}
+        for stream in others:
+            here.wait_stream(stream)
+        return bool(others)
+
     def _take(self, flags: Flags) -> None:
         """Put all gradients into their places, with zeros for those that this rank does not have.
 
         Raises:
             InvalidArgumentError: a gradient that cannot lie in a bucket.
         """
+        came_on_others = self.on_gpu and self._wait_for_streams()
         places = range(len(self._views))
         if list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:  # ``.grad.data`` was assigned to
             for place in places:
@@ -304,6 +322,9 @@ class Bucket:
         if any(map(_REQUIRES_GRAD, fresh)) or any(map(operator.is_not, map(_LAYOUT, fresh), repeat(torch.strided))):
             fresh = list(map(self._dense, compress(self._names, taken), fresh))
         if fresh:
+            if came_on_others:
+                for gradient in fresh:  # whose memory may be given to its own stream again, before it is copied
+                    gradient.record_stream(torch.cuda.current_stream(gradient.device))
             private.foreach_copy(list(compress(self._views, taken)), fresh)
         if flags.late or any(map(_VERSION, fresh)):
             # What no backward has just made, and has another holder, is the program's own memory and has to stay; but
@@ -398,6 +419,7 @@ class SparseGradient:
 
     def __init__(self, name: str, parameter: Parameter) -> None:
         self.name, self.param_ids, self._parameter = name, [id(parameter)], weakref.ref(parameter)
+        self.on_gpu = False  # one gradient leaves on the stream on which it came
         self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
         self._sent: tuple[int, int, int] | None = None
         self.arrived: list[int] = []
@@ -406,6 +428,9 @@ class SparseGradient:
     def in_flight(self) -> bool:
         """Whether it is on its way."""
         return self._sent is not None
+
+    def note_stream(self) -> None:
+        """Of no use here."""
 
     def begin(self) -> None:
         """As before the gradient of a backward."""

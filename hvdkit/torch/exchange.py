@@ -266,7 +266,7 @@ class Exchange:
 
         if bucket is None:
             return private.eagerly(is_there)
-        arrived, size = bucket.arrived, len(bucket.param_ids)
+        arrived, size, on_gpu = bucket.arrived, len(bucket.param_ids), bucket.on_gpu
 
         def is_there_in_bucket(parameter: torch.Tensor) -> None:
             if current_task() != self._task:
@@ -274,6 +274,8 @@ class Exchange:
             key = id(parameter)
             fired(key)
             arrived.append(key)
+            if on_gpu:
+                bucket.note_stream()
             if len(arrived) >= size and self.exchanging and not self._flags.changed and bucket.is_complete():
                 bucket.launch(self._reducer, self._flags)
 

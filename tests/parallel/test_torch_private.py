@@ -224,3 +224,77 @@ def test_a_step_crosses_five_modules_and_calls_python_once_for_each_parameter(hk
         "/steps/passes.py",
     }
     assert calls["/torch/exchange.py"] + calls["/torch/buckets.py"] < 100 + 80
+
+
+# What a GPU does: streams, and a thread for each device ---------------------------------------------------------------
+
+
+class FakeStream:
+    """What a bucket asks of a stream."""
+
+    def __init__(self):
+        self.waited_for = []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@on_ranks("torch", n=1)
+def test_a_bucket_waits_for_the_streams_on_which_its_gradients_came(hk, monkeypatch, streams):
+    """And says that a gradient's memory is read on another than its own; where all came on one, it does neither."""
+    import torch
+
+    from hvdkit.core.control import Flags
+    from hvdkit.torch.buckets import Bucket
+
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    bucket = Bucket([(str(number), parameter) for number, parameter in enumerate(parameters)], False)
+    used = [FakeStream() for _ in range(streams)]
+    recorded = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append((self, stream)))
+    monkeypatch.setattr(bucket, "on_gpu", True)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.ones(3) * number
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=used[number % streams]: stream)
+        bucket.note_stream()
+    gradients = [parameter.grad for parameter in parameters]
+    bucket._take(Flags())
+    assert used[-1].waited_for == used[:-1]
+    assert [(id(tensor), stream) for tensor, stream in recorded] == [
+        (id(gradient), used[-1]) for gradient in gradients if streams > 1
+    ]
+    assert bucket._flat[:6].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@on_ranks("torch", n=1)
+def test_no_device_goes_on_before_the_exchange_has_begun(hk, monkeypatch):
+    """Autograd has a thread for each device: the second one must not meet what the last backward left."""
+    import threading
+    import types
+
+    import torch
+
+    from hvdkit.torch import backward, private
+
+    entered, second = threading.Event(), threading.Event()
+    order = []
+
+    class SlowExchange:
+        def begin(self):
+            entered.set()
+            second.wait(0.5)  # as long as the other may need to overtake it
+            order.append("begun")
+
+    tracker, exchange = backward.BackwardTracker(), SlowExchange()
+    monkeypatch.setattr(private, "current_graph_task", lambda: 7)
+    monkeypatch.setattr(private, "at_the_end_of_backward", order.append)
+    on_gpu = types.SimpleNamespace(device=torch.device("cuda", 0))
+    first = threading.Thread(target=tracker.mark_ready, args=(exchange, on_gpu))
+    first.start()
+    assert entered.wait(60)
+    tracker.mark_ready(exchange, on_gpu)
+    second.set()
+    order.append("went on")
+    first.join()
+    assert order[1:] == ["begun", "went on"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
+
+_GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
+"""An index, or the beginning of a UUID, of a part of a card (MIG) too. Slurm writes NoDevFiles where a job has none."""
 
 
 def require_wish(kind: str, threads: int | None) -> None:
@@ -74,7 +78,7 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/n
     if named is None:
         return [str(number) for number in range(len(list(driver.glob("*"))))]
     names = [name.strip() for name in named.split(",")]
-    end = next((number for number, name in enumerate(names) if name in ("", "-1")), len(names))
+    end = next((number for number, name in enumerate(names) if not _GPU.fullmatch(name)), len(names))
     return names[:end]
 
 

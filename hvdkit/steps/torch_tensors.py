@@ -27,6 +27,24 @@ def device_bytes() -> float:
     return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
 
 
+class LaterNumber:
+    """A number that a GPU still computes, for another thread, whose current stream waits for no other.
+
+    Args:
+        value: a tensor of one number on a GPU, computed by the current stream.
+    """
+
+    def __init__(self, value: Any) -> None:
+        import torch
+
+        self._value, self._there = value, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._there.record(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._there.synchronize()
+        return float(self._value)
+
+
 @functools.cache
 def sends_bfloat16(device: str, ranks: int) -> bool:
     """Whether Horovod adds up PyTorch's bfloat16 as it is; else it goes as float32.

@@ -27,7 +27,7 @@ from hvdkit.core import listeners
 from hvdkit.core.control import Flags, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.observe.allreduce_counts import COUNTS
-from hvdkit.steps import passes
+from hvdkit.steps import passes, torch_tensors
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.torch import divergence, private
 
@@ -231,7 +231,8 @@ class BackwardTracker:
             listeners.arrived()
         if heard and listeners.wants_norm():
             norms = [exchange.norm() for exchange in reached]  # of models that may be on several devices
-            listeners.tell_norm(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
+            whole = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+            listeners.tell_norm(torch_tensors.LaterNumber(whole) if whole.is_cuda else whole)
 
     def _end_with(self, node: Any, end: _End) -> None:
         """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""

@@ -26,7 +26,7 @@ from hvdkit.core import listeners
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import obstacle_of_type
-from hvdkit.steps.torch_tensors import sends_bfloat16
+from hvdkit.steps.torch_tensors import LaterNumber, sends_bfloat16
 from hvdkit.torch import private
 
 Parameter = torch.nn.Parameter
@@ -368,7 +368,7 @@ class Bucket:
         """Say of what this rank's own gradient is not finite, while it can be told from the others'."""
         whole = total_norm([self._flat[: self._numbers]])
         if self._flat.is_cuda:  # which the host does not wait for
-            listeners.looked(self._names[0], whole)
+            listeners.looked(self._names[0], LaterNumber(whole))
         elif not whole.isfinite():
             each = zip(self._names, self._views, strict=True)
             name = next((name for name, view in each if not view.isfinite().all()), "")

@@ -56,6 +56,8 @@ class _Gathered(torch.autograd.Function):
         ctx.own, ctx.name = slice(begin, begin + len(rows)), name
         sent = rows.detach().contiguous()
         everyone: torch.Tensor = hvd.allgather(sent.view(_BITS.get(rows.dtype, rows.dtype)), name=name)
+        if everyone.is_cuda:  # Horovod's thread has made it, on a stream of its own
+            everyone.record_stream(torch.cuda.current_stream(everyone.device))
         return everyone.view(rows.dtype)
 
     @staticmethod

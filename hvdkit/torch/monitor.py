@@ -27,7 +27,7 @@ class Monitor(monitor.Monitor):
             return float(value)
         if value.numel() != 1:
             raise ValueError(f"a tensor of {value.numel()} numbers")
-        return value.clone()
+        return torch_tensors.LaterNumber(value.clone())
 
     def _parameters(self) -> Mapping[str, str]:
         return {name: name for one in exchanges() for name in one.names()}

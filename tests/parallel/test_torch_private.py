@@ -268,6 +268,31 @@ def test_a_bucket_waits_for_the_streams_on_which_its_gradients_came(hk, monkeypa
 
 
 @on_ranks("torch", n=1)
+def test_a_monitor_waits_for_the_stream_of_a_number(hk, monkeypatch):
+    """Its thread reads on another stream, which knows nothing of the one that computes."""
+    import torch
+
+    from hvdkit.steps.torch_tensors import LaterNumber
+
+    happened = []
+
+    class FakeEvent:
+        def record(self, stream):
+            happened.append(f"recorded on {stream}")
+
+        def synchronize(self):
+            happened.append("waited")
+            value.fill_(2.5)  # only now it is computed
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    value = torch.tensor(0.0)
+    number = LaterNumber(value)
+    assert happened == ["recorded on the stream of cpu"]
+    assert float(number) == 2.5 and happened[1:] == ["waited"]
+
+
+@on_ranks("torch", n=1)
 def test_no_device_goes_on_before_the_exchange_has_begun(hk, monkeypatch):
     """Autograd has a thread for each device: the second one must not meet what the last backward left."""
     import threading

@@ -19,6 +19,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
 from hvdkit.steps import bootstrap, launchers, meeting, starting
+from hvdkit.steps.hosts import own_address
 from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import private
@@ -130,7 +131,7 @@ class _HorovodComm:
 def _meet_over(comm: Any) -> meeting.Meeting:
     by_rank = tuple(comm.allgather(socket.gethostname()))
     alone = len(set(by_rank)) == 1
-    own = "127.0.0.1" if alone else socket.gethostbyname(socket.gethostname())
+    own = "127.0.0.1" if alone else own_address(*by_rank)
     address = comm.bcast(own, root=0)
     told = comm.bcast(_serve(address, by_rank) if comm.Get_rank() == 0 else None, root=0)
     return meeting.Meeting(by_rank, address, own, told)

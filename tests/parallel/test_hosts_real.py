@@ -382,14 +382,18 @@ def test_a_function_runs_on_ranks_of_two_hosts(hosts, rank_of, launcher):
     _, environment = rank_of(join)
     named = ",".join(f"{name}:1" for name in hosts.names[:2])
     call = (
-        "import os, hvdkit\nprint(hvdkit.run(lambda x: [x, os.uname().nodename], 2, args=(7,), "
-        f"hosts={named!r}, launcher={launcher!r}))"
+        "import os, hvdkit\n"
+        "def both(x):\n"
+        "    import hvdkit.torch as hk, torch.distributed\n"
+        "    hk.init(); hk.init_process_group()\n"
+        "    return [x, os.uname().nodename, torch.distributed.get_world_size()]\n"
+        f"print(hvdkit.run(both, 2, args=(7,), hosts={named!r}, launcher={launcher!r}))"
     )
     words = [*hosts.inside(0), sys.executable, "-c", call]
     environment = {**environment, "PATH": f"{hosts.bin}{os.pathsep}{environment['PATH']}"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     hosts.clear()
-    assert done.stdout == f"{[[7, name] for name in hosts.names[:2]]}\n", done.stderr
+    assert done.stdout == f"{[[7, name, 2] for name in hosts.names[:2]]}\n", done.stderr
 
 
 LIMITS = {

@@ -148,7 +148,8 @@ def distribute(
     Args:
         parameters: containers of arrays of the gradients' shapes and types; None where there is never a gradient.
         op: "average" or "sum".
-        compression: "none", or "fp16": float32 and float64 travel as float16 and are added up in their own type.
+        compression: see ``GradientOptions``; what travels in fewer bytes is added up in float32 or float64. On GPUs
+            "none", or "fp16".
         backward_passes_per_step: calls whose gradients are added up on each rank before they are exchanged, >= 1; the
             others return None. They are summed, as elsewhere in hvdkit: divide the loss by their number for a mean.
         comm: ranks to average over, an mpi4py communicator; default: all.

@@ -38,6 +38,7 @@ from hvdkit.core.communicator import (
     OverMpi,
     end_the_job_with_the_process,
 )
+from hvdkit.core.compression import combine, packing_of
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras import private
 from hvdkit.observe.allreduce_counts import COUNTS
@@ -254,9 +255,14 @@ def is_alone(ranks: Ranks, size: int) -> bool:
     return len(ranks) == 1
 
 
-def by_sent_type(types: Sequence[str], options: GradientOptions, bfloat16: bool) -> dict[str, list[int]]:
-    """Positions by the type in which they travel, ``bfloat16`` as itself or not; one operation takes one type.
+def by_sent_type(
+    types: Sequence[str], options: GradientOptions, bfloat16: bool, *, packs: bool = False
+) -> dict[str, list[int]]:
+    """Positions by the type in which they are combined; one operation takes one type.
 
+    Args:
+        bfloat16: whether a library adds it up as it is.
+        packs: whether what is to be compressed is packed; see ``core.compression``.
     Raises:
         InvalidArgumentError: a type that is too narrow for a mean.
     """
@@ -265,7 +271,12 @@ def by_sent_type(types: Sequence[str], options: GradientOptions, bfloat16: bool)
     for position, own in enumerate(types):
         if obstacle := obstacle_of_type(own):
             raise InvalidArgumentError(f"gradient {position + 1} of {len(types)} cannot travel: {obstacle}")
-        sent_as = "float16" if options.compression == "fp16" else own if own in sent else "float32"
+        if packs or own not in sent:
+            sent_as = "float32"
+        elif options.compression == "fp16":
+            sent_as = "float16"
+        else:
+            sent_as = "bfloat16" if options.compression == "bf16" and own in ("float32", "float64") else own
         groups.setdefault(sent_as, []).append(position)
     return groups
 
@@ -282,6 +293,10 @@ class HostBuffers(Transport):
     @abstractmethod
     def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
         """Combine a buffer that may be overwritten."""
+
+    def host_packs(self, options: GradientOptions) -> bool:
+        """Whether buffers travel packed."""
+        return options.compression == "int8"
 
     @abstractmethod
     def host_sends_bfloat16(self, process_set: Any) -> bool:
@@ -301,6 +316,9 @@ class HostBuffers(Transport):
         from jax.experimental import io_callback
 
         passes.expect_steps(wait=jax.effects_barrier)
+        if not self.host_packs(options):
+            sends = self.host_sends_bfloat16(process_set)
+            options.require_possible(self.size(), all_ranks=True, over_mpi=True, adds_bfloat16=sends)
         name, ranks = naming(), self.host_ranks(process_set)
 
         def on_host(*buffers: Any) -> list[Array]:
@@ -318,7 +336,8 @@ class HostBuffers(Transport):
                 return gradients
             refuse_clipped(present, is_clipped=private.is_clipped)
             types = [str(gradient.dtype) for gradient in present]
-            groups = by_sent_type(types, options, self.host_sends_bfloat16(process_set))
+            bfloat16, packs = self.host_sends_bfloat16(process_set), self.host_packs(options)
+            groups = by_sent_type(types, options, bfloat16, packs=packs)
             flats = [
                 jnp.concatenate([jnp.ravel(present[position]).astype(sent_as) for position in positions])
                 for sent_as, positions in groups.items()
@@ -350,6 +369,13 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
         import torch
 
         scaling = self.scaling(options, process_set)
+        if self.host_packs(options):
+            among = scaling["process_set"]
+            communicator = OverHorovod(self.hvd, torch.from_numpy, among)
+            packing = packing_of("int8", name, len(flat), communicator, saves=among.process_set_id == 0)
+            with COUNTS.allreduce([among]):
+                combine(communicator, packing, flat, name, scaling["postscale_factor"] * scaling["prescale_factor"])
+            return flat
         if flat.dtype.name == "bfloat16":  # which PyTorch does not take from NumPy
             tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
         else:
@@ -424,20 +450,20 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
             raise InvalidArgumentError("process_set needs Horovod, and this process has mpi4py only; leave it out.")
         return None
 
-    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
-        if options.compression != "none":
-            raise InvalidArgumentError(
-                f"compression={options.compression!r} needs Horovod, MPI cannot add up half precision; leave it out, "
-                "or run `hvdkit install --frameworks torch`."
-            )
-        return super().reducer(options, process_set)
+    def host_packs(self, options: GradientOptions) -> bool:
+        return options.compression != "none"  # MPI adds up none of these types
 
     def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:  # noqa: ARG002
+        share = self.size() if options.op == "average" else 1
+        if self.host_packs(options):
+            packing = packing_of(options.compression, name, len(flat), self._within_step)
+            combine(self._within_step, packing, flat, name, 1 / share)
+            return flat
         kept = flat.dtype
         flat = flat.astype(np.float32) if kept == np.float16 else flat
         flat /= options.gradient_predivide_factor
         self._within_step.run(ALLREDUCE, flat, name)
-        flat *= options.gradient_predivide_factor / (self.size() if options.op == "average" else 1)
+        flat *= options.gradient_predivide_factor / share
         return flat.astype(kept)
 
 

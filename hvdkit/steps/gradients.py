@@ -11,7 +11,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.numbers import whole
 
 OPS = ("average", "sum", "adasum")
-COMPRESSIONS = ("none", "fp16")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8")
 BFLOAT16_RANKS = 64
 """Over more ranks bfloat16 is summed as float32: it does not see one number beside the sum of 2^8 such."""
 CLIPPED = "_hvdkit_clipped"
@@ -24,7 +24,9 @@ class GradientOptions:
 
     Attributes:
         op: "average" (the mean over ranks), "sum", or "adasum".
-        compression: "none", or "fp16": gradients travel in half precision.
+        compression: how float32 and float64 gradients travel. "none": as they are. "fp16": in half precision, infinite
+            beyond 65504. "bf16": in 2 bytes with the range of float32. "int8": in 1 byte, see
+            ``hvdkit.core.compression``. Not with "adasum", but for "fp16".
         backward_passes_per_step: backward passes whose gradients are added locally before one allreduce, >= 1.
         gradient_predivide_factor: f > 0 splits the averaging: gradients are divided by f before and by size/f after
             the sum; only with op="average".
@@ -47,6 +49,11 @@ class GradientOptions:
             )
         passes = whole("backward_passes_per_step", self.backward_passes_per_step, 1)
         object.__setattr__(self, "backward_passes_per_step", passes)
+        if self.op == "adasum" and self.compression in ("bf16", "int8"):
+            raise InvalidArgumentError(
+                f"compression={self.compression!r} averages, and op='adasum' does not; use op='average', or "
+                "compression='fp16'."
+            )
         factor = self.gradient_predivide_factor
         if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
             raise InvalidArgumentError(f"gradient_predivide_factor must be a finite number > 0, got {factor!r}.")
@@ -56,16 +63,22 @@ class GradientOptions:
                 "use op='average' or leave it at 1."
             )
 
-    def require_possible(self, ranks: int, *, all_ranks: bool, over_mpi: bool) -> None:
-        """Refuse Adasum where Horovod cannot do it; every rank is told alike.
+    def require_possible(self, ranks: int, *, all_ranks: bool, over_mpi: bool, adds_bfloat16: bool = True) -> None:
+        """Refuse Adasum and bfloat16 where Horovod cannot add them up; every rank is told alike.
 
         Args:
             ranks: of the process set.
             all_ranks: whether these are all ranks of the job.
             over_mpi: whether the job communicates over MPI.
+            adds_bfloat16: whether Horovod adds up bfloat16 over so many ranks.
         Raises:
-            InvalidArgumentError: op is "adasum" and one of these is not as it needs.
+            InvalidArgumentError: one of these is not as the options need it.
         """
+        if self.compression == "bf16" and not adds_bfloat16:
+            raise InvalidArgumentError(
+                f"compression='bf16' needs a Horovod that adds up bfloat16, over at most {BFLOAT16_RANKS} ranks, and "
+                f"this one has {ranks}; run `hvdkit install` (without --plain), or use compression='int8' or 'fp16'."
+            )
         if self.op != "adasum":
             return
         if not over_mpi:

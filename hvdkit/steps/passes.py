@@ -86,10 +86,15 @@ def go_on_elsewhere() -> None:
     _settled[:] = [_steps_taken()]
 
 
-def _settle_all() -> None:
-    """``_settle`` with every step that was begun, for which it waits."""
+def wait_for_steps() -> None:
+    """Return when every step that was begun has been taken, where they run behind the program."""
     for wait in _waits:
         wait()
+
+
+def _settle_all() -> None:
+    """``_settle`` with every step that was begun."""
+    wait_for_steps()
     _settle()
 
 

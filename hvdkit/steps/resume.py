@@ -6,6 +6,7 @@ A framework binding's ``Checkpoints`` says how its framework's state is written,
 from __future__ import annotations
 
 import os
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvdkit.core import listeners
+from hvdkit.core import compression, listeners
 from hvdkit.core.communicator import Alone, Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import launchers, passes
@@ -149,11 +150,14 @@ class CheckpointsBase(ABC):
         """
         ranks = self._ranks()
         facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
-        states = self._random_states(model)
+        passes.wait_for_steps()
+        states, kept = self._random_states(model), compression.to_save(ranks)
 
         def on_disk(write: Write) -> Saved:
             def write_all(directory: Path) -> None:
                 self._write_random(directory, states)
+                if kept:
+                    np.savez(directory / _KEPT, allow_pickle=False, **kept)
                 write(directory)
 
             return self._directory.save(step, write_all, facts, score)
@@ -185,6 +189,7 @@ class CheckpointsBase(ABC):
             if saved is None:
                 return None, None
             held.update(put=self._read(saved, model, optimizer, **options), extra=self._read_extra(saved.path))
+            held["kept"] = _read_kept(saved.path)
             return saved, self._read_random(saved.path)
 
         saved, states = ranks.on_root(read)
@@ -197,6 +202,8 @@ class CheckpointsBase(ABC):
 
         ranks.together(require_fit)
         found = ranks.on_root(lambda: held["put"]()) or {}
+        if optimizer is not None:
+            compression.restore(ranks.on_root(lambda: held["kept"]))
         if optimizer is not None or loader is not None:
             listeners.restored(saved.step)
         return replace(saved, extra=self._broadcast_extra(held.get("extra")), **found), states
@@ -226,6 +233,21 @@ class CheckpointsBase(ABC):
             self._branch(model, saved.step)
         elif states is not None:
             self._set_random_state(saved, model, states[self._ranks().rank()])
+
+
+_KEPT = "compression.npz"
+
+
+def _read_kept(directory: Path) -> dict[str, Any]:
+    """What ``compression.to_save`` returned; empty where there is no file."""
+    file = directory / _KEPT
+    try:
+        if not file.exists():
+            return {}
+        with np.load(file, allow_pickle=False) as kept:
+            return {key: kept[key] for key in kept.files}
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 _READ_BACK = ("backend", "data", "optimizer", "size")

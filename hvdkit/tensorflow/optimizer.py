@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.core import listeners
+from hvdkit.core import compression, listeners
 from hvdkit.core.communicator import OverHorovod
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
@@ -61,7 +61,10 @@ class Reduction:
         if self.process_set.included() is None or self.process_set.process_set_id is None:
             raise InvalidArgumentError("Horovod does not know these ranks yet; call init() before distribute().")
         self.options.require_possible(
-            self.process_set.size(), all_ranks=self.process_set.process_set_id == 0, over_mpi=hvd.mpi_enabled()
+            self.process_set.size(),
+            all_ranks=self.process_set.process_set_id == 0,
+            over_mpi=hvd.mpi_enabled(),
+            adds_bfloat16=self.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16(),
         )
 
 
@@ -380,35 +383,39 @@ def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, word: Any) 
     """What the ranks' tensors become, and the word.
 
     Args:
-        word: this rank's control word, which goes with the first group; None: nobody asks.
+        word: this rank's control word, which goes with the first group that is not packed; None: nobody asks.
     """
-    results, heard = list(tensors), None
+    results, heard, packs = list(tensors), None, reduction.options.compression == "int8"
     dense: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
             results[position] = _reduce_slices(tensor, f"{name}.{position}", reduction)
         else:
             dense.setdefault(_sent_as(tensor.dtype, reduction), []).append(position)
-    if word is not None and not dense:
-        dense[word.dtype] = []
     for sent_as, positions in dense.items():  # one operation takes one type
         parts = np.array_split(positions, max(1, min(reduction.groups, len(positions))))
         for number, part in enumerate(parts):
             sent = [tf.cast(tensors[position], sent_as) for position in part]
-            if word is not None and heard is None:
+            carries_word = word is not None and heard is None and not packs
+            if carries_word:
                 sent.append(tf.cast(word, sent_as))
-            received = _allreduce(sent, f"{name}.{sent_as.name}.{number}", reduction)
-            if len(received) > len(part):
+            received = (_packed if packs else _allreduce)(sent, f"{name}.{sent_as.name}.{number}", reduction)
+            if carries_word:
                 heard = received.pop()
             for position, tensor in zip(part, received, strict=True):
                 results[position] = tf.cast(tensor, tensors[position].dtype)
+    if word is not None and heard is None:
+        (heard,) = _allreduce([word], f"{name}.word", reduction)
     _end_with_this_turn(results)
     return results, heard
 
 
 def _sent_as(dtype: Any, reduction: Reduction) -> Any:
-    if reduction.options.compression == "fp16":
-        return tf.float16
+    wanted = reduction.options.compression
+    if wanted in ("fp16", "int8"):  # what is packed is so on the host, from float32
+        return tf.float16 if wanted == "fp16" else tf.float32
+    if wanted == "bf16" and dtype in (tf.float32, tf.float64):
+        return tf.bfloat16
     if dtype == tf.bfloat16 and reduction.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16():
         return dtype
     return dtype if dtype in _SENT else tf.float32
@@ -439,6 +446,34 @@ def _allreduce(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]
     if reduction.options.op == "adasum":  # Horovod's grouped form of it fails
         return [hvd.allreduce(tensor, name=f"{name}.{number}", **options) for number, tensor in enumerate(tensors)]
     return list(hvd.grouped_allreduce(tensors, name=name, **options))
+
+
+def _packed(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]:
+    """As ``_allreduce``, in 8 bits; packed and added up on the host."""
+    among, ranks = {"process_set": reduction.process_set}, OverHorovod(hvd, tf.constant, reduction.process_set)
+    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+    def packing(length: int) -> compression.Packing:
+        saves = reduction.process_set.process_set_id == 0
+        return compression.packing_of("int8", name, length, ranks, saves=saves)
+
+    def add_up(received: Any, length: Any) -> Any:
+        factor = 1 / ranks.size() if reduction.options.op == "average" else 1.0
+        return packing(int(length)).add_up(received, factor)[None]
+
+    def unpack(gathered: Any, length: Any) -> Any:
+        values = np.empty(int(length), np.float32)
+        packing(len(values)).unpack(gathered, values)
+        return values
+
+    length = tf.size(flat)
+    rows = tf.numpy_function(lambda values: packing(len(values)).pack(values), [flat], tf.uint8)
+    received = hvd.alltoall(tf.ensure_shape(rows, [None, None]), name=f"{name}.parts", **among)
+    mine = tf.ensure_shape(tf.numpy_function(add_up, [received, length], tf.uint8), [1, None])
+    gathered = hvd.allgather(mine, name=f"{name}.mean", **among)
+    values = tf.ensure_shape(tf.numpy_function(unpack, [gathered, length], tf.float32), flat.shape)
+    parts = tf.split(values, tf.stack([tf.size(tensor) for tensor in tensors]), num=len(tensors))
+    return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _end_with_this_turn(reduced: Sequence[Any]) -> None:

@@ -18,11 +18,13 @@ from itertools import accumulate, compress, repeat
 from typing import Any, Protocol
 
 import horovod.torch as hvd
+import numpy as np
 import torch
-from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
+from horovod.torch.mpi_ops import poll, synchronize  # that of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
+from hvdkit.core.compression import Packing, new_packing
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import obstacle_of_type
@@ -34,7 +36,7 @@ Named = Sequence[tuple[str, Parameter]]
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 REDUCED = (torch.float16, torch.float32, torch.float64)  # what every Horovod adds up, and NumPy knows
-_NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
+_WIDE = (torch.float32, torch.float64)  # what compression="bf16" sends in half of the bytes, or a quarter
 _HUGE_PAGE = 2**21
 _REQUIRES_GRAD, _VERSION = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _LAYOUT = operator.attrgetter("layout")
@@ -118,24 +120,42 @@ class Reducer:
 
     Args:
         process_set: Horovod's.
-        compression: "none" or "fp16".
+        compression: see ``GradientOptions``.
         predivide: f: divide by f before and by size / f after the sum.
     """
 
     def __init__(self, process_set: Any, compression: str, predivide: float) -> None:
         self.process_set, self._compression, self._predivide = process_set, compression, predivide
+        self._packed: list[PackedMean] = []
 
     def carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as one that Horovod can send, itself where it can be."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if self._compression == "fp16" and real.dtype in _NARROW:
+        if self._compression == "fp16" and real.dtype in (*_WIDE, torch.bfloat16):
             return real.half()
+        if self._compression == "bf16" and real.dtype in _WIDE:
+            return real.bfloat16()
         if real.dtype == torch.bfloat16 and sends_bfloat16(real.device.type, self.process_set.size()):
             return real
         return real if real.dtype in REDUCED else real.float()
 
-    def start(self, flat: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
-        """Begin to average; returns Horovod's handle and what travels."""
+    def start(self, flat: torch.Tensor, numbers: int, name: str, packing: Packing | None) -> FlatMean | PackedMean:
+        """Begin to average ``numbers`` gradients and the control word behind them."""
+        if packing is None:
+            return FlatMean(*self._allreduce(flat, name), flat, numbers)
+        self.go_on(wait=False)
+        self._packed.append(PackedMean(self.process_set, flat, numbers, name, packing))
+        return self._packed[-1]
+
+    def go_on(self, *, wait: bool) -> None:
+        """Have packed gradients that have arrived here added up and sent to all; ``wait``: all of them."""
+        self._packed = [mean for mean in self._packed if not mean.add_up(wait=wait)]
+
+    def forget(self) -> None:
+        """What is on its way will never arrive: Horovod starts anew."""
+        self._packed.clear()
+
+    def _allreduce(self, flat: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
         carried = self.carried(flat)
         before, after = 1.0 / self._predivide, self._predivide / self.process_set.size()
         if carried.dtype != torch.float16 and math.frexp(after)[0] == 0.5:  # exact, and now it is in the cache
@@ -154,6 +174,71 @@ class Reducer:
         """Begin to collect all ranks' rows; returns Horovod's handle."""
         handle: int = hvd.allgather_async(rows, name=name, process_set=self.process_set)
         return handle
+
+
+class FlatMean:
+    """A flat tensor that an allreduce averages.
+
+    Args:
+        handle: Horovod's.
+        carried: what travels.
+        flat: where the mean is put.
+        numbers: gradients in it; the control word follows.
+    """
+
+    def __init__(self, handle: int, carried: torch.Tensor, flat: torch.Tensor, numbers: int) -> None:
+        self._handle, self._carried, self._flat, self._numbers = handle, carried, flat, numbers
+
+    def wait(self) -> torch.Tensor:
+        """Put the mean into the flat tensor; returns that of the control words, real, (n,)."""
+        synchronize(self._handle)
+        carried, flat = self._carried, self._flat
+        if carried is flat:
+            return flat[self._numbers :]
+        real = torch.view_as_real(flat) if flat.is_complex() else flat
+        if carried.data_ptr() != real.data_ptr():
+            real.copy_(carried)
+        return carried[self._numbers :, 0] if flat.is_complex() else carried[self._numbers :]
+
+
+class PackedMean:
+    """A flat tensor whose gradients travel packed, beside the control word as it is; packed on the host.
+
+    Args:
+        process_set: Horovod's.
+        flat, numbers: see ``FlatMean``.
+        name: of its collectives.
+        packing: of the gradients.
+    """
+
+    def __init__(self, process_set: Any, flat: torch.Tensor, numbers: int, name: str, packing: Packing) -> None:
+        self._name, self._among, self._packing = name, {"process_set": process_set}, packing
+        self._size = process_set.size()
+        real = torch.view_as_real(flat) if flat.is_complex() else flat
+        self._mean = real[:numbers].flatten()
+        word = (real[numbers:, 0] if flat.is_complex() else real[numbers:]).float().cpu()
+        self._word = hvd.allreduce_async(word, name=f"{name}.word", op=hvd.Average, **self._among)
+        values = self._mean.float() if self._mean.dtype == torch.bfloat16 else self._mean
+        rows = torch.from_numpy(packing.pack(values.cpu().numpy()))
+        self._rows = hvd.alltoall_async(rows, name=f"{name}.parts", **self._among)
+        self._gathered: int | None = None
+
+    def add_up(self, *, wait: bool) -> bool:
+        """Add up this rank's part of all ranks' gradients and send it to all, if they are here; whether it is sent."""
+        if self._gathered is None and (wait or poll(self._rows)):
+            received, _ = synchronize(self._rows)  # and how many rows of each rank
+            mine = self._packing.add_up(received.numpy(), 1 / self._size)
+            self._gathered = hvd.allgather_async(torch.from_numpy(mine)[None], name=f"{self._name}.mean", **self._among)
+        return self._gathered is not None
+
+    def wait(self) -> torch.Tensor:
+        """See ``FlatMean.wait``."""
+        self.add_up(wait=True)
+        found = np.empty(len(self._mean), np.float32)
+        self._packing.unpack(synchronize(self._gathered).numpy(), found)
+        self._mean.copy_(torch.from_numpy(found))
+        word: torch.Tensor = synchronize(self._word)
+        return word
 
 
 class AnyBucket(Protocol):
@@ -190,7 +275,10 @@ class Bucket:
     Attributes:
         param_ids: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
         arrived, leaves_early, on_gpu: see ``AnyBucket``.
+        packing: how they travel where not as they are.
     """
+
+    packing: Packing | None = None
 
     def __init__(self, named: Named, sparse_as_dense: bool) -> None:
         self.name = " .. ".join(dict.fromkeys([named[0][0], named[-1][0]])) if named else "no dense gradient"
@@ -207,7 +295,7 @@ class Bucket:
         self.on_gpu, self._streams = kind[1].type == "cuda", set[Any]()
         self._absent: list[int] = []
         self._kept: list[tuple[torch.Tensor, int]] = []  # a gradient in the program's own memory, and its place here
-        self._sent: tuple[int, torch.Tensor, int] | None = None
+        self._sent: FlatMean | PackedMean | None = None
         self._lie_in(_zeros(self._numbers + len(self._control), *kind))
 
     def _lie_in(self, flat: torch.Tensor) -> None:
@@ -260,7 +348,22 @@ class Bucket:
             self._control.write(self._word, flags, absent, self._usual_word)
         else:
             self._word[:] = self._usual_word
-        self._sent = *reducer.start(self._flat, self.name), reducer.process_set.size()
+        self._ranks = reducer.process_set.size()
+        self._sent = reducer.start(self._flat, self._numbers, self.name, self.packing)
+
+    def pack(self, number: int, process_set: Any) -> None:
+        """Have its gradients travel in 8 bits.
+
+        Args:
+            number: of the exchange, for names that no other one's gradients have.
+        """
+        wide = 2 if self._flat.is_complex() else 1
+        pieces = [
+            (f"{number}.{name}", wide * math.prod(shape))
+            for name, (shape, _, _) in zip(self._names, self._where, strict=True)
+        ]
+        rank, ranks, saves = process_set.rank(), process_set.size(), process_set.process_set_id == 0
+        self.packing = new_packing("int8", pieces, rank, ranks, saves=saves) if pieces else None
 
     def is_complete(self) -> bool:
         """As many gradients have come as it has; whether it may leave before the end of backward.
@@ -376,18 +479,11 @@ class Bucket:
 
     def finish(self) -> Flags:
         """Wait; then every gradient that some rank had is the mean. Returns how many ranks say what."""
-        handle, carried, ranks = self._sent  # type: ignore[misc]
-        synchronize(handle)
-        word = self._word
-        if carried is not self._flat:
-            real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
-            if carried.data_ptr() != real.data_ptr():
-                real.copy_(carried)
-            word = carried[self._numbers :, 0] if self._flat.is_complex() else carried[self._numbers :]
+        word: Any = self._sent.wait()  # type: ignore[union-attr]
         flags = NO_FLAGS
         if word[0] > 0:
             shares = word.tolist()
-            flags = read_flags(shares, ranks)
+            flags = read_flags(shares, self._ranks)
             for place in self._absent:
                 if is_held(shares, place) and (parameter := self._fitting(place)) is not None:
                     parameter.grad = self._views[place]

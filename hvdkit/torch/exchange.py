@@ -26,6 +26,7 @@ from hvdkit.torch import divergence, private
 from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
 from hvdkit.torch.buckets import (
     AnyBucket,
+    Bucket,
     BucketLayout,
     Members,
     Named,
@@ -335,6 +336,7 @@ class Exchange:
 
     def wait_all(self) -> Flags:
         """Wait for all buckets; how many ranks say what in them."""
+        self._reducer.go_on(wait=True)
         found = [flags for bucket in self._buckets() if bucket.in_flight() and any(flags := bucket.finish())]
         return joined(found) if found else NO_FLAGS
 
@@ -358,6 +360,8 @@ class Exchange:
         buckets = in_buckets(self._by_arrival(named, ranks), how, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
+            if self._options.compression == "int8" and isinstance(bucket, Bucket):
+                bucket.pack(number, self.process_set)
         self._twice.update(key for key, times in Counter(self._fired).items() if times > 1)
         self._twice.update(key for bucket in self._buckets() if not bucket.leaves_early for key in bucket.param_ids)
         hooks: dict[int, Callable[[torch.Tensor], None]] = {}
@@ -409,6 +413,7 @@ class Exchange:
     def forget_agreement(self) -> None:
         """The ranks are others now, and what was on its way is lost."""
         self._agreed, self._passes, self._local, self._averaged = None, 0, [], False
+        self._reducer.forget()
 
     # Before a step -------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch.backward import exchanges, look_at_steps
 from hvdkit.torch.buckets import BucketLayout, Named
 from hvdkit.torch.exchange import Exchange, named_of
@@ -60,7 +61,13 @@ def distributed(
         )
     ranks = hvd.global_process_set if process_set is None else process_set
     if hvd.size() > 1:  # else Horovod leaves Adasum out
-        options.require_possible(ranks.size(), all_ranks=ranks.process_set_id == 0, over_mpi=hvd.mpi_enabled())
+        devices = {one.device.type for _, one in named if one.dtype in (torch.float32, torch.float64)}
+        options.require_possible(
+            ranks.size(),
+            all_ranks=ranks.process_set_id == 0,
+            over_mpi=hvd.mpi_enabled(),
+            adds_bfloat16=all(sends_bfloat16(device, ranks.size()) for device in devices),
+        )
     if options.op == "adasum":
         optimizer = _adasum(optimizer, named, options)
     else:

@@ -163,14 +163,17 @@ class Record(keras.callbacks.Callback):
 class Resumable:
     """Goes on by the callbacks of ``fit``; its other parts for loops of one's own."""
 
-    def __init__(self, data: Any, batch_size: int, directory: Any, **checkpointing: Any) -> None:
+    def __init__(
+        self, data: Any, batch_size: int, directory: Any, compression: str = "none", **checkpointing: Any
+    ) -> None:
         self.world = hk.init()
         hk.seed_everything(1, self.world)
         layers = keras.layers
         self.model = keras.Sequential(
             [keras.Input((64,)), layers.Dense(48, activation="relu"), layers.Dropout(0.2), layers.Dense(10)]
         )
-        self.optimizer = hk.distribute(keras.optimizers.Adam(hk.scale_lr(BASE_LR, self.world, "sqrt")))
+        optimizer = keras.optimizers.Adam(hk.scale_lr(BASE_LR, self.world, "sqrt"))
+        self.optimizer = hk.distribute(optimizer, compression=compression)
         self._seen = Seen(len(data[1]))
         self.model.compile(self.optimizer, Numbered(), weighted_metrics=[self._seen])
         self.loader = hk.shard(numbered(*data), self.world, batch_size, remainder="exact", seed=2)

@@ -128,7 +128,10 @@ def numbered(x: np.ndarray, y: np.ndarray) -> Any:
 
 
 class Resumable:
-    def __init__(self, data: Any, batch_size: int, directory: Any, **checkpointing: Any) -> None:
+    def __init__(
+        self, data: Any, batch_size: int, directory: Any, compression: str = "none", **checkpointing: Any
+    ) -> None:
+        self._compression = compression
         self.world = hk.init()
         hk.seed_everything(1, self.world)
         layers = [keras.layers.Dense(48, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(10)]
@@ -147,7 +150,7 @@ class Resumable:
 
     def _apply(self, x: Any, y: Any, w: Any) -> None:
         x += keras.random.normal(tf.shape(x), stddev=0.01)
-        with hk.distribute(tf.GradientTape()) as tape:
+        with hk.distribute(tf.GradientTape(), compression=self._compression) as tape:
             loss = self._loss(y, self.model(x, training=True), w)
         variables = self.model.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)

@@ -11,6 +11,7 @@ from hvdkit.steps.gradients import GradientOptions
     [
         ({"op": "mean"}, "op must be one of average, sum, adasum, got 'mean'"),
         ({"compression": "zip"}, "compression must be one of none, fp16"),
+        ({"compression": "int8", "op": "adasum"}, "compression='int8' averages, and op='adasum' does not"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be an integer >= 1, got 0"),
         ({"backward_passes_per_step": 1.5}, "got 1.5"),
         ({"backward_passes_per_step": True}, "got True"),
@@ -37,3 +38,10 @@ def test_adasum_is_refused_where_horovod_cannot_do_it(ranks, all_ranks, over_mpi
         GradientOptions(op="adasum").require_possible(ranks, all_ranks=all_ranks, over_mpi=over_mpi)
     GradientOptions().require_possible(ranks, all_ranks=all_ranks, over_mpi=over_mpi)
     GradientOptions(op="adasum").require_possible(4, all_ranks=True, over_mpi=True)
+
+
+def test_bfloat16_is_refused_where_horovod_cannot_add_it_up():
+    options = GradientOptions(compression="bf16")
+    options.require_possible(2, all_ranks=True, over_mpi=True, adds_bfloat16=True)
+    with pytest.raises(InvalidArgumentError, match="needs a Horovod that adds up bfloat16, over at most 64 ranks"):
+        options.require_possible(65, all_ranks=True, over_mpi=True, adds_bfloat16=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from hvdkit.arrays.exchange import shared
 from hvdkit.arrays.exchange.shared import SharedSum
 from hvdkit.arrays.exit_watchdog import waits
 from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL
+from hvdkit.core.compression import new_packing
 from hvdkit.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
@@ -56,13 +58,13 @@ class Ranks:
     Attributes:
         comm: of the ranks.
         mean: what a sum of equal gradients is multiplied by: 1/size, or 1 where the sum is wanted.
-        half: whether they travel in half precision.
+        compression: how they travel; see ``GradientOptions``.
         one_host: whether all ranks share a host.
     """
 
     comm: Any
     mean: float
-    half: bool
+    compression: str
     one_host: bool
 
 
@@ -86,10 +88,10 @@ class HostBuffer:
         self._leaves, self._comm, self._ranks = leaves, ranks.comm, mpi.ranks(ranks.comm)
         self._one_host = ranks.one_host
         length = head + sum(leaf.size for leaf in leaves)
-        half = ranks.half and sent.kind == "f"
-        self._is_short = length * sent.itemsize <= SHORT_BYTES and not half
+        packs = ranks.compression != "none" and sent.kind == "f"
+        self._is_short = length * sent.itemsize <= SHORT_BYTES and not packs
         self._shared: SharedSum | None = None
-        if self._is_short or half or not ranks.one_host or ranks.comm.Get_size() == 1:
+        if self._is_short or packs or not ranks.one_host or ranks.comm.Get_size() == 1:
             self.message: Array = np.zeros(length, dtype=sent)
         else:
             self.message, self._shared = shared.buffer(ranks.comm, length, head, sent)
@@ -101,7 +103,7 @@ class HostBuffer:
         step = max(1, CHUNK_BYTES // sent.itemsize)
         chunks = [self.payload[start : start + step] for start in range(0, len(self.payload), step)]
         self._chunks = [self._ranks.repeated(ALLREDUCE, chunk) for chunk in chunks]
-        self._half = HalfExchange(self.payload, ranks.comm, ranks.mean) if half else None
+        self._packed = PackedExchange(self.payload, ranks) if packs else None
 
     def in_one_message(self) -> Callable[[], object] | None:
         """What puts the sum of all ranks' messages, with their heads, into each rank's, and waits. A collective.
@@ -175,8 +177,8 @@ class HostBuffer:
             own: of this rank, as announced.
             factor: of the sum, the same on every rank.
         """
-        if self._half is not None:
-            for request in self._half.requests(own * factor):
+        if self._packed is not None:
+            for request in self._packed.requests(own * factor):
                 waits(request.Wait)()
         elif self._shared is not None:
             self._shared.add_up(factor)
@@ -189,8 +191,8 @@ class HostBuffer:
 
     def requests(self, own: float, factor: float) -> Iterator[Any]:
         """As ``exchange``, without waiting: the MPI requests to be completed, each before the next is asked for."""
-        if self._half is not None:
-            yield from self._half.requests(own * factor)
+        if self._packed is not None:
+            yield from self._packed.requests(own * factor)
         elif self._shared is not None:
             self._shared.add_up(factor)
             yield self._comm.Ibarrier()
@@ -199,30 +201,26 @@ class HostBuffer:
             yield self._ranks.repeated(ALLREDUCE, self.payload).begin()
 
 
-class HalfExchange:
-    """Adds up one buffer over the ranks, in place; the gradients travel in half precision.
-
-    MPI has no half precision to add up. So each rank adds up one part of the buffer: it receives that part from all
-    ranks in float16 (MPI_Alltoall), adds it up in the gradients' own type, rounds the result once and sends it to all
-    (MPI_Allgather). That is half of the bytes of a ring's allreduce, and two roundings, to 11 bits each, whatever the
-    number of ranks: a mean is off by at most about 2**-10 of the largest of the gradients that it is made of.
+class PackedExchange:
+    """Adds up one buffer over the ranks, in place; the gradients travel packed, see ``hvdkit.core.compression``.
 
     Args:
         payload: (m,), float32 or float64; the gradients.
-        comm: of the ranks.
-        mean: what the sum is multiplied by at last, when it is a mean: 1/size, so that what is rounded before, of each
-            rank, is near its gradient, and small ones are not lost; else 1.
+        ranks: between whom, and how. What a rank packs is near its gradient, and small ones are not lost: a mean is
+            divided by the number of ranks after it.
     """
 
-    def __init__(self, payload: Array, comm: Any, mean: float) -> None:
-        self._payload, self._mean = payload, mean
-        size = comm.Get_size()
-        part = -(-len(payload) // size)
-        self._mine = np.zeros(size * part, dtype=np.float16)
-        self._result = np.empty(part, dtype=np.float16)
-        ranks = mpi.ranks(comm)
-        self._deal_out, self._collect = ranks.repeated(ALLTOALL, self._mine), ranks.repeated(ALLGATHER, self._result)
-        self._parts = self._deal_out.got.reshape(size, part)
+    _numbers = itertools.count()
+
+    def __init__(self, payload: Array, ranks: Ranks) -> None:
+        self._payload, self._mean = payload, ranks.mean
+        among, size = mpi.ranks(ranks.comm), ranks.comm.Get_size()
+        pieces = [(f"arrays.{next(self._numbers)}", len(payload))]
+        saves = mpi.is_started() and size == mpi.everyone().Get_size()
+        self._packing = new_packing(ranks.compression, pieces, among.rank(), size, dtype=payload.dtype, saves=saves)
+        self._mine = np.empty((size, self._packing.row), np.uint8)
+        self._result = np.empty((1, self._packing.row), np.uint8)
+        self._deal_out, self._collect = among.repeated(ALLTOALL, self._mine), among.repeated(ALLGATHER, self._result)
 
     def requests(self, factor: float) -> Iterator[Any]:
         """The MPI requests to be completed, each before the next is asked for; the payload is then the result.
@@ -230,18 +228,8 @@ class HalfExchange:
         Args:
             factor: what this rank's gradients are multiplied by in the result.
         """
-        before = factor / self._mean
-        count = len(self._payload)
-        _rounded(self._payload, before, self._mine[:count])
+        self._mine[:] = self._packing.pack(self._payload, factor / self._mean)
         yield self._deal_out.begin()
-        total = self._parts[0].astype(self._payload.dtype)
-        for part in self._parts[1:]:
-            total += part
-        _rounded(total, self._mean, self._result)
+        self._result[0] = self._packing.add_up(self._deal_out.got, self._mean)
         yield self._collect.begin()
-        self._payload[:] = self._collect.got[:count]
-
-
-def _rounded(values: Array, factor: float, half: Array) -> None:
-    """Beyond 65504 a gradient becomes infinite, which a loss scale looks for."""
-    np.multiply(values, factor, out=half, casting="same_kind")
+        self._packing.unpack(self._collect.got, self._payload)

@@ -78,7 +78,12 @@ class CudaBuffer:
         self.views = [
             self.payload[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)
         ]
-        self._half = ranks.half and path == plan.NCCL and sent.kind == "f"
+        if ranks.compression in ("bf16", "int8"):
+            raise InvalidArgumentError(
+                f"compression={ranks.compression!r} packs arrays on the host, and {leaves[0].path} is on a GPU; use "
+                "'fp16', or give host arrays."
+            )
+        self._half = ranks.compression == "fp16" and path == plan.NCCL and sent.kind == "f"
         over_nccl = path == plan.NCCL and self._comm.Get_size() > 1
         self._nccl: Any = nccl_communicator(self._comm) if over_nccl else None
 

@@ -55,7 +55,7 @@ class Layout:
         keys = [(paths[device], sent) for device, sent in keys]
         one_host = shared.on_one_host(comm, mpi.library().COMM_TYPE_SHARED)
         mean = 1.0 / comm.Get_size() if options.op == "average" else 1.0
-        ranks = Ranks(comm, mean, options.compression == "fp16", one_host)
+        ranks = Ranks(comm, mean, options.compression, one_host)
         length = -(-(head + len(self.leaves)) // _LINE) * _LINE
         self.buffers: list[Any] = []
         self.places: list[tuple[Any, int]] = [(None, 0)] * len(self.leaves)

@@ -1,0 +1,156 @@
+"""Steps of a training over a slow network, by how the gradients travel: a ratio to float32, measured in turns.
+
+Two hosts are network namespaces of this machine with one rank each (root, Linux); every link has the rate asked for.
+In each round every variant takes a step, so that what else the machine does meets all of them. Peers are PyTorch's
+communication hooks for DistributedDataParallel over Gloo.
+
+    python benchmarks/compression.py [--rate 1gbit] [--delay 20ms] [--rounds 15] [--model wide|small] [-o FILE]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+VARIANTS = ("none", "fp16", "bf16", "int8")
+PEERS = ("ddp", "ddp fp16", "ddp powersgd")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, as tc has it")
+    parser.add_argument("--delay", help="of each packet that a host sends, such as 20ms; needs the kernel's netem")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each variant, beside 3 to warm up")
+    parser.add_argument("--model", choices=("wide", "small"), default="wide", help="80 MB or 4 MB of gradients")
+    parser.add_argument("--no-peers", action="store_true", help="leave PyTorch's hooks out")
+    parser.add_argument("-o", "--output", type=Path, help="also write the times as JSON")
+    options = parser.parse_args()
+    if "HVDKIT_COMPRESSION_RANK" in os.environ:
+        measure(options)
+        return
+    sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
+    import namespaces
+
+    if lacking := namespaces.missing():
+        sys.exit(f"compression.py: needs {', '.join(lacking)}")
+    namespaces.HOSTS, namespaces.RATE = 2, options.rate
+    with tempfile.TemporaryDirectory() as directory:
+        hosts = namespaces.Hosts(Path(directory))
+        hosts.start()
+        try:
+            run(options, hosts, Path(directory))
+        finally:
+            hosts.stop()
+
+
+def run(options: argparse.Namespace, hosts: object, directory: Path) -> None:
+    for number in range(2 if options.delay else 0):
+        delay = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", options.delay]
+        subprocess.run([*hosts.inside(number), *delay], check=True)
+    found = directory / "times.json"
+    environ = {
+        **os.environ,
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "HVDKIT_COMPRESSION_RANK": str(found),
+        "OMP_NUM_THREADS": "1",
+    }
+    job = [
+        sys.executable,
+        "-m",
+        "hvdkit",
+        "launch",
+        "-n",
+        "2",
+        "--hosts",
+        ",".join(f"{name}:1" for name in hosts.names),
+    ]
+    job += ["--env", "HVDKIT_COMPRESSION_RANK", "--env", "OMP_NUM_THREADS", "--"]
+    job += [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+    subprocess.run([*hosts.inside(0), *job], check=True, env=environ)
+    times = json.loads(found.read_text())
+    print(
+        f"2 hosts of one rank, {options.rate}, {options.delay or 'no delay'}, {options.model}, {options.rounds} rounds;"
+    )
+    print("ratio: how many steps in the time of one in float32, median [quartiles] over rounds")
+    print(f"{'gradients':<14}{'step ms':>10}{'ratio':>8}")
+    for variant, own in times.items():
+        ratios = [base / mine for base, mine in zip(times["none"], own, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"{variant:<14}{1e3 * statistics.median(own):>10.1f}{middle:>8.2f}  [{low:.2f}, {high:.2f}]")
+    if options.output:
+        options.output.write_text(
+            json.dumps({"options": vars(options), "times_s": times}, default=str, indent=1) + "\n"
+        )
+
+
+# On a rank ------------------------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+
+    import hvdkit.torch as hk
+
+    world = hk.init()
+    sizes = (4096, 4096, 800) if options.model == "wide" else (900, 900, 200)
+    steps = {name: hvdkit_step(hk, torch, sizes, name) for name in VARIANTS}
+    if not options.no_peers:
+        hk.init_process_group()
+        steps.update({name: peer_step(torch, sizes, name) for name in PEERS})
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(options.rounds + 3):
+        for name, step in steps.items():
+            hk.average_metrics({"turn": 0.0}, world)  # nobody begins before all have ended the last one
+            start = time.perf_counter()
+            step()
+            hk.average_metrics({"turn": 0.0}, world)
+            if turn >= 3:
+                times[name].append(time.perf_counter() - start)
+    if world.is_root:
+        Path(os.environ["HVDKIT_COMPRESSION_RANK"]).write_text(json.dumps(times))
+
+
+def model_of(torch: object, sizes: tuple[int, ...]) -> object:
+    torch.manual_seed(0)
+    first, middle, last = sizes
+    return torch.nn.Sequential(torch.nn.Linear(first, middle), torch.nn.ReLU(), torch.nn.Linear(middle, last))
+
+
+def step_of(torch: object, model: object, optimizer: object, width: int) -> object:
+    x = torch.randn(8, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def hvdkit_step(hk: object, torch: object, sizes: tuple[int, ...], compression: str) -> object:
+    model = model_of(torch, sizes)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model, compression=compression)
+    return step_of(torch, model, optimizer, sizes[0])
+
+
+def peer_step(torch: object, sizes: tuple[int, ...], name: str) -> object:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
+    model = torch.nn.parallel.DistributedDataParallel(model_of(torch, sizes))
+    if name == "ddp fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "ddp powersgd":
+        state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, power_sgd.powerSGD_hook)
+    return step_of(torch, model, torch.optim.SGD(model.parameters(), lr=0.01), sizes[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -341,9 +341,9 @@ def test_a_bucket_leaves_before_backward_has_ended_and_nothing_is_sent_twice(hk,
 
     first, sent = layers[0].kernel.value, []
 
-    def start(self: Any, flat: Any, name: str) -> Any:
+    def start(self: Any, flat: Any, *how: Any) -> Any:
         sent.append((first.grad is None, flat.numel()))
-        return plain(self, flat, name)
+        return plain(self, flat, *how)
 
     plain = Reducer.start
     monkeypatch.setattr(Reducer, "start", start)

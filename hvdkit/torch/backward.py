@@ -182,27 +182,24 @@ class BackwardTracker:
             InvalidArgumentError: another thread is in backward.
         """
         with self._lock:
-            return self._mark_ready(exchange, parameter)
-
-    def _mark_ready(self, exchange: ReachedExchange, parameter: torch.Tensor) -> int:
-        task = private.current_graph_task()
-        if task not in self._tasks:
-            if not self._ends:  # the graph that held them is gone: an error ended it
-                cancel(self._reached)
-                self._reached, self._tasks = [], set()
-            thread = threading.get_ident()  # of a GPU's hooks it is the device's
-            if self._reached and thread != self._thread and parameter.device.type == "cpu":
-                raise InvalidArgumentError(
-                    "two threads are in backward() at a time, and ranks may order them differently; let one thread "
-                    "train after the other."
-                )
-            self._thread = thread
-            self._tasks.add(task)
-            self._queue_end()
-        if exchange not in self._reached:
-            self._reached.append(exchange)
-            exchange.begin()
-        return task
+            task = private.current_graph_task()
+            if task not in self._tasks:
+                if not self._ends:  # the graph that held them is gone: an error ended it
+                    cancel(self._reached)
+                    self._reached, self._tasks = [], set()
+                thread = threading.get_ident()  # of a GPU's hooks it is the device's
+                if self._reached and thread != self._thread and parameter.device.type == "cpu":
+                    raise InvalidArgumentError(
+                        "two threads are in backward() at a time, and ranks may order them differently; let one thread "
+                        "train after the other."
+                    )
+                self._thread = thread
+                self._tasks.add(task)
+                self._queue_end()
+            if exchange not in self._reached:
+                self._reached.append(exchange)
+                exchange.begin()
+            return task
 
     def _queue_end(self) -> None:
         end = _End(self)

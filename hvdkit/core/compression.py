@@ -44,9 +44,11 @@ class Packing(ABC):
     """How one vector of gradients is packed.
 
     Attributes:
+        length: of the vector.
         row: bytes of one part.
     """
 
+    length: int
     row: int
 
     @abstractmethod
@@ -73,7 +75,7 @@ class Halves(Packing):
     """
 
     def __init__(self, length: int, ranks: int, dtype: Any, *, bfloat16: bool) -> None:
-        self._length, self._ranks, self._part = length, ranks, -(-length // ranks)
+        self.length, self._ranks, self._part = length, ranks, -(-length // ranks)
         self._dtype, self._bfloat16 = dtype, bfloat16
         self.row = 2 * self._part
         self._packed = np.zeros((ranks, self._part), np.uint16 if bfloat16 else np.float16)
@@ -93,7 +95,7 @@ class Halves(Packing):
         return (packed.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(self._dtype)
 
     def pack(self, values: Array, factor: float = 1.0) -> Bytes:
-        self._packed.reshape(-1)[: self._length] = self._rounded(values, factor)
+        self._packed.reshape(-1)[: self.length] = self._rounded(values, factor)
         return self._packed.view(np.uint8)
 
     @np.errstate(all="ignore")
@@ -104,7 +106,7 @@ class Halves(Packing):
         return self._rounded(total, factor).view(np.uint8)
 
     def unpack(self, gathered: Bytes, values: Array) -> None:
-        values[...] = self._wide(gathered.reshape(-1))[: self._length]
+        values[...] = self._wide(gathered.reshape(-1))[: self.length]
 
 
 class Int8(Packing):
@@ -123,7 +125,7 @@ class Int8(Packing):
     """
 
     def __init__(self, length: int, rank: int, ranks: int) -> None:
-        self._length, self.rank, self.ranks = length, rank, ranks
+        self.length, self.rank, self.ranks = length, rank, ranks
         self._part = max(1, -(-length // (ranks * BLOCK))) * BLOCK
         self.row = self._part + 4 * (self._part // BLOCK)
         self._kept = np.zeros(ranks * self._part, np.float32)
@@ -210,7 +212,7 @@ class Int8(Packing):
             self._round(whole, codes, scales)
             here = self.rank * self._part + start
             self._kept[here : here + codes.size] += whole.reshape(-1) / np.float32(factor)
-        self._kept[self._length :] = 0
+        self._kept[self.length :] = 0
         return result
 
     @np.errstate(all="ignore")

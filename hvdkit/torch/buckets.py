@@ -18,18 +18,18 @@ from itertools import accumulate, compress, repeat
 from typing import Any, Protocol
 
 import horovod.torch as hvd
-import numpy as np
 import torch
-from horovod.torch.mpi_ops import poll, synchronize  # that of ``hvd`` is a range of its own where a profile is made
+from horovod.torch.mpi_ops import synchronize  # that of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
-from hvdkit.core.compression import Packing, new_packing
+from hvdkit.core.compression import Packing
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import obstacle_of_type
 from hvdkit.steps.torch_tensors import LaterNumber, sends_bfloat16
 from hvdkit.torch import private
+from hvdkit.torch.packed import PackedMean, packings_of
 
 Parameter = torch.nn.Parameter
 Named = Sequence[tuple[str, Parameter]]
@@ -37,7 +37,6 @@ FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 REDUCED = (torch.float16, torch.float32, torch.float64)  # what every Horovod adds up, and NumPy knows
 _WIDE = (torch.float32, torch.float64)  # what compression="bf16" sends in half of the bytes, or a quarter
-_PACKED = 2**20  # numbers that are packed at once: at 1 Gbit/s they travel for 8 ms on two ranks
 _HUGE_PAGE = 2**21
 _REQUIRES_GRAD, _VERSION = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _LAYOUT = operator.attrgetter("layout")
@@ -202,80 +201,6 @@ class FlatMean:
         return carried[self._numbers :, 0] if flat.is_complex() else carried[self._numbers :]
 
 
-class PackedMean:
-    """A flat tensor whose gradients travel packed, beside the control word as it is; packed on the host.
-
-    Args:
-        process_set: Horovod's.
-        flat, numbers: see ``FlatMean``.
-        name: of its collectives.
-        packings: of the gradients, one after another: while one travels, the next is packed.
-    """
-
-    def __init__(
-        self, process_set: Any, flat: torch.Tensor, numbers: int, name: str, packings: Sequence[Packing]
-    ) -> None:
-        real = torch.view_as_real(flat) if flat.is_complex() else flat
-        self._mean = real[:numbers].flatten()
-        word = (real[numbers:, 0] if flat.is_complex() else real[numbers:]).float().cpu()
-        self._word = hvd.allreduce_async(word, name=f"{name}.word", op=hvd.Average, process_set=process_set)
-        host = (self._mean.float() if self._mean.dtype == torch.bfloat16 else self._mean).cpu().numpy()
-        parts = np.split(host, np.cumsum([packing.length for packing in packings])[:-1])
-        self._parts = [
-            _PackedPart(process_set, values, f"{name}.{number}", packing)
-            for number, (values, packing) in enumerate(zip(parts, packings, strict=True))
-        ]
-
-    def add_up(self, *, wait: bool) -> bool:
-        """Add up this rank's share of what has come from all ranks, and send it to all; whether that is done.
-
-        Args:
-            wait: for what has not come yet.
-        """
-        return all([part.add_up(wait=wait) for part in self._parts])
-
-    def wait(self) -> torch.Tensor:
-        """See ``FlatMean.wait``."""
-        self.add_up(wait=True)
-        found = np.concatenate([part.wait() for part in self._parts])
-        self._mean.copy_(torch.from_numpy(found))
-        word: torch.Tensor = synchronize(self._word)
-        return word
-
-
-class _PackedPart:
-    """Some of the gradients of a ``PackedMean`` on their way.
-
-    Args:
-        process_set: Horovod's.
-        values: this rank's, on the host.
-        name: of its collectives.
-        packing: of these.
-    """
-
-    def __init__(self, process_set: Any, values: Any, name: str, packing: Packing) -> None:
-        self._name, self._among, self._packing = name, {"process_set": process_set}, packing
-        rows = torch.from_numpy(packing.pack(values))
-        self._rows = hvd.alltoall_async(rows, name=f"{name}.parts", **self._among)
-        self._ranks, self._gathered = len(rows), 0
-        self._is_added = False
-
-    def add_up(self, *, wait: bool) -> bool:
-        """See ``PackedMean.add_up``."""
-        if not self._is_added and (wait or poll(self._rows)):
-            received, _ = synchronize(self._rows)  # and how many rows of each rank
-            mine = torch.from_numpy(self._packing.add_up(received.numpy(), 1 / self._ranks))
-            self._gathered = hvd.allgather_async(mine[None], name=f"{self._name}.mean", **self._among)
-            self._is_added = True
-        return self._is_added
-
-    def wait(self) -> Any:
-        """The mean, float32 (length,), once it was added up."""
-        found = np.empty(self._packing.length, np.float32)
-        self._packing.unpack(synchronize(self._gathered).numpy(), found)
-        return found
-
-
 class AnyBucket(Protocol):
     """Gradients that leave together.
 
@@ -392,17 +317,10 @@ class Bucket:
         Args:
             number: of the exchange, for names that no other one's gradients have.
         """
-        wide, pieces = 2 if self._flat.is_complex() else 1, []
-        for name, (shape, _, _) in zip(self._names, self._where, strict=True):
-            size = wide * math.prod(shape)
-            cuts = range(0, size, _PACKED)
-            pieces += [(f"{number}.{name}.{first}", min(_PACKED, size - first)) for first in cuts]
-        sizes = [size for _, size in pieces]
-        together = core_layout.in_buckets([0] * len(sizes), sizes, _PACKED)
-        rank, ranks, saves = process_set.rank(), process_set.size(), process_set.process_set_id == 0
-        self.packings = [
-            new_packing("int8", [pieces[place] for place in places], rank, ranks, saves=saves) for places in together
-        ]
+        wide = 2 if self._flat.is_complex() else 1
+        sizes = [wide * math.prod(shape) for shape, _, _ in self._where]
+        names = [f"{number}.{name}" for name in self._names]
+        self.packings = packings_of(names, sizes, process_set)
 
     def is_complete(self) -> bool:
         """As many gradients have come as it has; whether it may leave before the end of backward.
@@ -541,112 +459,6 @@ class Bucket:
         ):
             return None
         return parameter
-
-
-class SparseGradient:
-    """The sparse gradient of one parameter: the rows of all ranks, one after another, and equal ones added.
-
-    Args:
-        name, parameter: of a module with ``sparse=True``.
-    Attributes:
-        arrived, leaves_early, param_ids: see ``AnyBucket``.
-    """
-
-    def __init__(self, name: str, parameter: Parameter) -> None:
-        self.name, self.param_ids, self._parameter = name, [id(parameter)], weakref.ref(parameter)
-        self.on_gpu = False  # one gradient leaves on the stream on which it came
-        self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
-        self._sent: tuple[int, int, int] | None = None
-        self.arrived: list[int] = []
-        self.leaves_early = True
-
-    def in_flight(self) -> bool:
-        """Whether it is on its way."""
-        return self._sent is not None
-
-    def note_stream(self) -> None:
-        """Of no use here."""
-
-    def begin(self) -> None:
-        """As before the gradient of a backward."""
-        self.arrived.clear()
-        self._sent = None
-
-    def send_empty(self, reducer: Reducer, flags: Flags) -> None:  # noqa: ARG002
-        """Give the other ranks, which wait for it, no rows."""
-        self._send(reducer, None)
-
-    def is_complete(self) -> bool:
-        """The gradient has come, perhaps again; whether it may leave before the end of backward.
-
-        Raises:
-            InvalidArgumentError: it is dense, or had left already.
-        """
-        if self._sent is not None:
-            raise InvalidArgumentError(
-                f"the gradient of {self.name} grew after it had been sent to the other ranks; activation checkpointing "
-                "of shared weights needs use_reentrant=False."
-            )
-        self.leaves_early = self.leaves_early and len(self.arrived) == 1
-        parameter = self._parameter()
-        self._require_sparse(parameter)
-        return self.leaves_early and len(private.gradient_hooks(parameter)) == 1
-
-    def _require_sparse(self, parameter: Parameter | None) -> None:
-        if parameter is not None and parameter.grad is not None and not parameter.grad.is_sparse:
-            raise InvalidArgumentError(
-                f"the gradient of {self.name} is dense, though its module has sparse=True (its weight has another use, "
-                "too); use distribute(..., sparse_as_dense=True)."
-            )
-
-    def launch(self, reducer: Reducer, flags: Flags) -> None:  # noqa: ARG002
-        """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
-        if self._sent is not None:
-            return
-        parameter = self._parameter()
-        self._require_sparse(parameter)
-        self._send(reducer, None if parameter is None else parameter.grad)
-
-    def _send(self, reducer: Reducer, gradient: torch.Tensor | None) -> None:
-        if gradient is None:
-            indices = torch.empty((0, 1), dtype=torch.int64, device=self._device)
-            values = torch.empty((0, *self._shape[1:]), dtype=self._type, device=self._device)
-        else:
-            gradient = gradient.coalesce()
-            indices, values = gradient.indices().t().contiguous(), gradient.values()
-        rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))
-        size = reducer.process_set.size()
-        self._sent = reducer.gather(indices, rows), reducer.gather(reducer.carried(values).contiguous(), numbers), size
-
-    def finish(self) -> Flags:
-        """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
-        rows, numbers, size = self._sent  # type: ignore[misc]
-        parameter = self._parameter()
-        indices, values = synchronize(rows), synchronize(numbers)
-        if self._type.is_complex:
-            values = torch.view_as_complex(values.contiguous())
-        if len(indices) and parameter is not None:
-            values = values.to(self._type) / size
-            parameter.grad = torch.sparse_coo_tensor(
-                indices.t(), values, parameter.shape, check_invariants=False
-            ).coalesce()
-        self.begin()
-        return NO_FLAGS
-
-
-def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
-    """Buckets of parameters that train; at least one.
-
-    Args:
-        named: the parameters in the order in which backward produces their gradients.
-        sparse: the id of each parameter whose gradient is sparse.
-    """
-    travel_alone = [] if layout.sparse_as_dense else [each for each in named if id(each[1]) in sparse]
-    alone = {id(parameter) for _, parameter in travel_alone}
-    dense = [each for each in named if id(each[1]) not in alone]
-    made: list[AnyBucket] = [SparseGradient(*each) for each in travel_alone]
-    made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
-    return made if any(isinstance(bucket, Bucket) for bucket in made) else [*made, Bucket([], layout.sparse_as_dense)]
 
 
 def obstacle_to(parameter: Parameter) -> str | None:

@@ -32,12 +32,12 @@ from hvdkit.torch.buckets import (
     Named,
     Parameter,
     Reducer,
-    in_buckets,
     obstacle_to,
     total_norm,
 )
 from hvdkit.torch.buffers import look, untrained_of
 from hvdkit.torch.copies import COPIES
+from hvdkit.torch.sparse import SparseGradient
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 _NUMBERS = itertools.count()
@@ -47,6 +47,21 @@ _REQUIRES_GRAD, _SHAPE = operator.attrgetter("requires_grad"), operator.attrgett
 def named_of(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
     """Parameters by the names that they have in the model before it is compiled."""
     return ((plain_name(name), one) for name, one in model.named_parameters())
+
+
+def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
+    """Buckets of parameters that train; at least one.
+
+    Args:
+        named: the parameters in the order in which backward produces their gradients.
+        sparse: the id of each parameter whose gradient is sparse.
+    """
+    travel_alone = [] if layout.sparse_as_dense else [each for each in named if id(each[1]) in sparse]
+    alone = {id(parameter) for _, parameter in travel_alone}
+    dense = [each for each in named if id(each[1]) not in alone]
+    made: list[AnyBucket] = [SparseGradient(*each) for each in travel_alone]
+    made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
+    return made if any(isinstance(bucket, Bucket) for bucket in made) else [*made, Bucket([], layout.sparse_as_dense)]
 
 
 @dataclass(frozen=True, slots=True)

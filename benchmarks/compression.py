@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 VARIANTS = ("none", "fp16", "bf16", "int8")
@@ -51,7 +52,7 @@ def main() -> None:
             hosts.stop()
 
 
-def run(options: argparse.Namespace, hosts: object, directory: Path) -> None:
+def run(options: argparse.Namespace, hosts: Any, directory: Path) -> None:
     for number in range(2 if options.delay else 0):
         delay = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", options.delay]
         subprocess.run([*hosts.inside(number), *delay], check=True)
@@ -112,13 +113,13 @@ def measure(options: argparse.Namespace) -> None:
         Path(os.environ["HVDKIT_COMPRESSION_RANK"]).write_text(json.dumps(times))
 
 
-def model_of(torch: object, sizes: tuple[int, ...]) -> object:
+def model_of(torch: Any, sizes: tuple[int, ...]) -> Any:
     torch.manual_seed(0)
     first, middle, last = sizes
     return torch.nn.Sequential(torch.nn.Linear(first, middle), torch.nn.ReLU(), torch.nn.Linear(middle, last))
 
 
-def step_of(torch: object, model: object, optimizer: object, width: int) -> object:
+def step_of(torch: Any, model: Any, optimizer: Any, width: int) -> Any:
     x = torch.randn(8, width)
 
     def step() -> None:
@@ -129,13 +130,13 @@ def step_of(torch: object, model: object, optimizer: object, width: int) -> obje
     return step
 
 
-def hvdkit_step(hk: object, torch: object, sizes: tuple[int, ...], compression: str) -> object:
+def hvdkit_step(hk: Any, torch: Any, sizes: tuple[int, ...], compression: str) -> Any:
     model = model_of(torch, sizes)
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model, compression=compression)
     return step_of(torch, model, optimizer, sizes[0])
 
 
-def peer_step(torch: object, sizes: tuple[int, ...], name: str) -> object:
+def peer_step(torch: Any, sizes: tuple[int, ...], name: str) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 

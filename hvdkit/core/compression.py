@@ -292,17 +292,19 @@ def _known(name: str) -> tuple[Array, int]:
 
 
 def to_save(communicator: Communicator) -> dict[str, Array]:
-    """What the ranks keep, for a checkpoint: the mean, which every rank then has. A collective where any is kept.
+    """What the ranks keep, for a checkpoint: the mean, which every rank then has. A collective.
 
     The sum over the ranks stays, and so does what is added to the next gradients. On as many ranks as before, or on
     others, a training goes on with it as this one does.
 
     Returns:
-        ``names``, ``sizes`` and ``drawn``, (gradients,), and their ``values`` one after another; empty where none is.
+        ``names``, ``sizes`` and ``drawn``, (gradients,), and their ``values`` one after another; empty where
+        some rank keeps none.
     """
-    if not _KEPT:
-        return {}
     names = sorted(_KEPT)
+    fewest, most = communicator.allreduce([len(names), -len(names)], "hvdkit.kept.names", op="min").tolist()
+    if not names or fewest != -most:  # in an elastic job a new rank has averaged nothing yet
+        return {}
     lives = communicator.allreduce([int(_KEPT[name][0]() is not None) for name in names], "hvdkit.kept.lives", op="min")
     parts, drawn = [], []
     for name, living in zip(names, lives, strict=True):

@@ -109,12 +109,13 @@ class Same(communicator.Alone):
     """As many ranks, each with what this one has."""
 
     def __init__(self, ranks):
-        self._ranks = ranks
+        self._ranks, self.asked = ranks, []
 
     def size(self):
         return self._ranks
 
     def allreduce(self, values, name, op="sum"):
+        self.asked.append(name)
         return np.array(values) * (self._ranks if op == "sum" else 1)
 
 
@@ -142,3 +143,18 @@ def test_a_training_goes_on_with_what_was_kept(monkeypatch):
     np.testing.assert_array_equal(rest.kept, kept[:300])
     compression.restore({})
     assert not rest.kept.any() and not other.kept.any()
+
+
+def test_a_new_rank_that_keeps_nothing_yet_keeps_no_other_waiting(monkeypatch):
+    """Each rank calls the same collectives, whatever it has: an elastic job saves before the new rank's first step."""
+
+    class WithNewRank(Same):
+        def allreduce(self, values, name, op="sum"):
+            return np.minimum(super().allreduce(values, name, op), [0, 0])
+
+    monkeypatch.setattr(compression, "_KEPT", {})
+    new, old = WithNewRank(2), WithNewRank(2)
+    assert compression.to_save(new) == {}
+    packing = compression.new_packing("int8", [("a", 5)], 0, 2, saves=True)
+    assert compression.to_save(old) == {} and packing.length == 5
+    assert new.asked == old.asked

@@ -25,8 +25,8 @@ from hvdkit.common import json_files
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network as model
-from hvdkit.measure.plan.scale import Workload, predict
-from hvdkit.measure.plan.step_time import Fusion, gradients, measured
+from hvdkit.measure.plan.scale import predict
+from hvdkit.measure.plan.step_time import Fusion, Workload, gradients, measured
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "tests" / "data" / "plan_scale" / "published.toml"

@@ -293,3 +293,82 @@ def test_a_size_that_cannot_be_refuses_its_row_alone(capsys):
     assert any(note.startswith("No number for 4 ranks: 4 ranks fit on one host of 8") for note in found["notes"])
     assert any("1000000" in note for note in found["notes"])
     assert [row["ranks"] for row in answer(capsys, *HOST, *WORK, "--at", "3,512")["rows"]] == [3, 512]
+
+
+# Fewer bytes ------------------------------------------------------------------------------------------------------
+
+WIDE = from_sizes([4 * (4096 * 800 + 800), 4 * (4096 * 4096 + 4096)])  # benchmarks/compression.py, as backward has it
+SLOW = ("--alpha-us", "50", "--bandwidth-gbit", "1", "--step-ms", "85")
+
+
+@pytest.fixture
+def wide(tmp_path):
+    json_files.write(tmp_path / "wide.json", WIDE)
+    return str(tmp_path / "wide.json")
+
+
+def compressed(capsys, *arguments):
+    return answer(capsys, *arguments)["compressed"]
+
+
+MEASURED = {"none": 0.714, "fp16": 0.452, "bf16": 0.390, "int8": 0.345}
+"""Over Gloo, 2 hosts of 1 Gbit/s: docs/slow_networks.md."""
+
+
+def test_what_fewer_bytes_give_is_within_a_quarter_of_what_was_measured(wide, capsys):
+    (row,) = compressed(capsys, *SLOW, "--plan", wide, "--at", "2")
+    for name, measured in MEASURED.items():
+        told = row["steps_s"]["bf16" if name == "fp16" else name]
+        assert told == pytest.approx(measured, rel=0.25), name
+        assert (
+            f'| `"{name}"` | {1e3 * measured:.0f} | {1e3 * told:.0f} | {100 * (told / measured - 1):+.1f} % |'
+            in (ROOT / "docs" / "plan.md").read_text()
+        )
+
+
+def test_packing_is_in_the_step_and_named(wide, capsys):
+    (row,) = compressed(capsys, *SLOW, "--plan", wide, "--at", "2", "--no-overlap", "--fusion-threshold-mb", "0")
+    numbers = WIDE.nbytes / 4
+    assert row["packing_s"] == pytest.approx({"none": 0, "bf16": 0.75e-9 * numbers, "int8": 5e-9 * numbers})
+    growth = 1 + GROWTH.value
+    sent = {"none": 4, "bf16": 2, "int8": 260 / 256}  # on two ranks each byte crosses a link once
+    for name, number in sent.items():
+        whole = 0.085 + row["packing_s"][name] + 8e-9 * number * numbers
+        assert row["steps_s"][name] == pytest.approx(growth * whole, rel=0.02)
+    assert row["shortest"] == "int8" and row["faster"] == pytest.approx(row["steps_s"]["none"] / row["steps_s"]["int8"])
+    assert predicted(*SLOW, "--plan", wide, "--at", "2") == 0
+    out = capsys.readouterr().out
+    assert f"{100:.0f} ms of int8" in out and "another guarantee" in out and "int8, 2." in out
+
+
+def test_none_is_the_step_of_the_first_table(capsys):
+    found = answer(capsys, *NET, *WORK, "--at", "2,4,64")
+    for row, told in zip(found["compressed"], found["rows"], strict=True):
+        assert row["steps_s"]["none"] == pytest.approx(told["step_s"]["value"])
+        assert row["efficiency"]["none"] == pytest.approx(told["efficiency"]["value"])
+
+
+def test_every_h_shares_one_exchange_among_h_steps(wide, capsys):
+    once, rarely = (
+        compressed(capsys, *SLOW, "--plan", wide, "--at", "2", "--no-overlap", "--every", every)[0]
+        for every in ("1", "30")
+    )
+    assert once["steps_s"]["every"] == pytest.approx(once["steps_s"]["none"])
+    growth = 1 + GROWTH.value
+    exchange = once["steps_s"]["every"] / growth - 0.085
+    assert rarely["steps_s"]["every"] == pytest.approx(growth * (0.085 + exchange / 30)) and rarely["every"] == 30
+
+
+def test_on_a_fast_network_compression_is_not_the_shortest(wide, capsys):
+    fast = ("--alpha-us", "5", "--bandwidth-gbit", "400", "--step-ms", "85", "--plan", wide, "--at", "2")
+    assert compressed(capsys, *fast)[0]["shortest"] == "none"
+
+
+def test_many_ranks_pay_for_the_messages_of_int8(wide, capsys):
+    slow, far = compressed(capsys, *SLOW, "--plan", wide, "--at", "2,1024")
+    assert slow["shortest"] == "int8" and far["shortest"] == "bf16"
+
+
+def test_one_host_and_a_step_without_computation_have_no_such_line(capsys):
+    assert compressed(capsys, *HOST, *WORK, "--at", "2") == []
+    assert compressed(capsys, *NET, "--at", "4") == []

@@ -11,8 +11,8 @@ from plan_scale_measured import results
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.plan import network as model
 from hvdkit.measure.plan import scale
-from hvdkit.measure.plan.scale import Workload, predict
-from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, exchange, gradients, measured
+from hvdkit.measure.plan.scale import predict
+from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, Workload, exchange, gradients, measured
 
 NONE = measured([])
 AT_ONCE = Fusion(threshold=0, cycle_s=0)
@@ -37,7 +37,7 @@ def test_gradients_become_ready_in_the_order_of_the_plan():
 
 def test_half_precision_halves_float32_quarters_float64_and_leaves_integers():
     for dtype, factor in (("float32", 0.5), ("float64", 0.25), ("int32", 1.0)):
-        assert gradients(plan(800, dtype=dtype), fp16=True)[0].nbytes == 800 * factor
+        assert gradients(plan(800, dtype=dtype), 2)[0].nbytes == 800 * factor
     assert gradients(plan(800))[0].nbytes == 800
 
 
@@ -167,7 +167,7 @@ def test_what_ifs_do_what_they_say():
     base, (apart,) = steps([64])[0], steps([64], overlap=False)
     assert apart.exposed.value == pytest.approx(apart.communication.value)
     assert base.efficiency.value > apart.efficiency.value
-    half = steps([64], gradients=gradients(plan(*[4_000_000] * 25), fp16=True), overlap=False)[0]
+    half = steps([64], gradients=gradients(plan(*[4_000_000] * 25), 2), overlap=False)[0]
     assert half.communication.value < 0.6 * apart.communication.value
     unfused = steps([64], fusion=Fusion(0, 1e-3), overlap=False)[0]
     assert unfused.buckets == 25 and apart.buckets == 1

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network
+from hvdkit.measure.plan.compressed import CompressedRow, compared, notes_on, table
 from hvdkit.measure.plan.link import DRAWS, Link, estimated
 from hvdkit.measure.plan.network import CostModel
-from hvdkit.measure.plan.step_time import Delays, Fusion, Gradient, PredictedExchange, exchange, gradients, measured
+from hvdkit.measure.plan.step_time import Delays, Fusion, PredictedExchange, Workload, exchange, gradients, measured
 from hvdkit.observe.lateness import Floats
 
-BACKWARD_SHARE = 2 / 3
-"""Backward computes two products for each one of forward: with respect to the inputs and to the weights."""
 GROWTH = Estimate(0.024, 0.0085, 0.067)
 """What each doubling of the ranks beyond those that were measured adds to a step, as a share of it: negotiation,
 stragglers, other traffic, a link below its nominal rate. The median and the extremes of the 17 published efficiencies
@@ -39,28 +38,6 @@ _DOUBLING = tuple(2**power for power in range(11))
 _MIB = 2**20
 _TENSORS = 100
 """About as many weights as Inception V3 and ResNet-101 have, which docs/plan.md compares with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a rank does in a step.
-
-    Attributes:
-        gradients: in the order in which they become ready; see ``step_time.gradients``.
-        compute_s: seconds of forward, backward and update in one process, > 0; None when they are not known.
-        fusion: Horovod's settings.
-        overlap: whether communication runs beside backward; else it begins when backward has ended.
-    """
-
-    gradients: tuple[Gradient, ...]
-    compute_s: float | None = None
-    fusion: Fusion = field(default_factory=Fusion)
-    overlap: bool = True
-
-    @property
-    def hiding_s(self) -> float:
-        """Seconds of backward that communication can hide behind."""
-        return BACKWARD_SHARE * self.compute_s if self.overlap and self.compute_s is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +79,8 @@ class PlannedScale(Document, frozen=True):
             pieces of the line through sizes, and what is left over; None for a level that is not known.
         assumed: what was given beside the measurements, by the names of the options, times in seconds.
         rows: one for each number of ranks.
+        compressed: what fewer bytes would give, for each number of ranks on several hosts; empty without a time of
+            computation.
         notes: what a reader should know, full sentences.
         confidence: of the intervals.
     """
@@ -109,11 +88,12 @@ class PlannedScale(Document, frozen=True):
     kind = "plan-scale"
     schema = 2
     written_by = "hvdkit plan scale --json"
-    times = frozenset(_TIMES)
+    times = frozenset((*_TIMES, "steps", "packing"))
 
     model: dict[str, Any]
     assumed: dict[str, Any]
     rows: tuple[PredictionRow, ...]
+    compressed: tuple[CompressedRow, ...]
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
 
@@ -172,14 +152,19 @@ def _row(model: CostModel, delays: Delays, work: Workload, n: int, rng: np.rando
     exposed = np.array([one.exposed_s for one in exchanges]) if n > 1 else np.zeros(1 + DRAWS)
     step = estimated(compute + exposed + waits)
     if n > model.measured(n):
-        doublings = math.log2(n / model.measured(n))
-        low, value, high = (1 + doublings * (share or 0.0) for share in (GROWTH.low, GROWTH.value, GROWTH.high))
+        low, value, high = _growth(model, n)
         ends = (step.value if end is None else end for end in (step.low, step.high))
         step = Estimate(step.value * value, *(end * factor for end, factor in zip(ends, (low, high), strict=True)))
     if step.low is not None:
         step = replace(step, low=max(step.low, compute))
     efficiency = Estimate(compute / step.value, *(end and compute / end for end in (step.high, step.low)))
     return replace(found, exposed=estimated(exposed), step=step, efficiency=efficiency)
+
+
+def _growth(model: CostModel, n: int) -> list[float]:
+    """By what a step of so many ranks is longer than one of those that were measured: at least, likely, at most."""
+    doublings = max(0.0, math.log2(n / model.measured(n)))
+    return [1 + doublings * (share or 0.0) for share in (GROWTH.low, GROWTH.value, GROWTH.high)]
 
 
 _PARAMETERS = {
@@ -189,7 +174,9 @@ _PARAMETERS = {
 }
 
 
-def _page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str]) -> Page:
+def _page(
+    model: CostModel, rows: Sequence[PredictionRow], compressed: Sequence[CompressedRow], notes: Sequence[str]
+) -> Page:
     """The parameters of the model and a line for each number of ranks."""
     lines = [
         f"{where}: {_parameters(link)}"
@@ -205,7 +192,8 @@ def _page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str])
         efficiency = None if row.efficiency is None else interval_text(row.efficiency)
         cells.append([row.ranks, row.hosts, *words, efficiency])
     names = ("ranks", "hosts", *(f"{name} ms" for name in _TIMES), "efficiency")
-    return Page([*lines, Table("Prediction with 95% intervals, where there are any", names, cells)], notes)
+    tables = [Table("Prediction with 95% intervals, where there are any", names, cells)]
+    return Page([*lines, *tables, *([table(compressed)] if compressed else [])], notes)
 
 
 def _parameters(link: Link) -> str:
@@ -255,6 +243,8 @@ def _draw(axes: Any, rows: Sequence[PredictionRow]) -> None:
 @click.option("--bandwidth-gbit", type=float, callback=number(0, above=True), metavar="G",
               help="Bandwidth of one host's link, in Gbit/s.")  # fmt: skip
 @click.option("--fp16-allreduce", "fp16", is_flag=True, help="Predict for gradients sent in half precision.")
+@click.option("--every", type=AT_LEAST_1, default=30, metavar="H",
+              help="For the table of fewer bytes: weights are averaged once in H steps.")  # fmt: skip
 @click.option("--fusion-threshold-mb", type=float, default=FUSION_BYTES >> 20, callback=number(0), metavar="MIB",
               help="Horovod's fusion buffer in MiB, 0 for none.")  # fmt: skip
 @click.option("--cycle-time-ms", type=float, default=round(1e3 * CYCLE_S), callback=number(0), metavar="MS",
@@ -268,7 +258,8 @@ def scale(**given: Any) -> int:
     A model of alpha (latency of a message) and beta (time per byte) of a ring is fitted to measurements of `hvdkit
     emulate` on a few ranks. The step also counts what overlaps with backward, and the wait for the slowest
     rank. Measurements within one host say nothing about a network: beyond one host its latency and bandwidth have to
-    be measured or given.
+    be measured or given. With --step-ms a second table says what fewer bytes would give on several hosts:
+    distribute(compression=...), and distribute(every=H), which has another guarantee.
 
     \b
     Examples:
@@ -287,7 +278,7 @@ def scale(**given: Any) -> int:
     replayed = _plan(files, given["plan"], given["parameters"])
     delays = measured(files)
     work = Workload(
-        gradients(replayed, given["fp16"]),
+        gradients(replayed, 2 if given["fp16"] else math.inf),
         None if given["step_ms"] is None else given["step_ms"] / 1000,
         Fusion(given["fusion_threshold_mb"] * _MIB, given["cycle_time_ms"] / 1000),
         not given["no_overlap"],
@@ -297,13 +288,19 @@ def scale(**given: Any) -> int:
         rows = [row for row in rows if row.refused is None]
     if all(row.refused for row in rows):
         raise InvalidArgumentError(f"nothing can be predicted. {rows[0].refused if rows else ''}")
-    notes = [*costs.notes, *_notes(replayed, delays, costs, rows, given)]
+    compressed = [
+        compared(costs, delays, replayed, work, row.ranks, given["every"], _growth(costs, row.ranks)[1])
+        for row in rows
+        if row.step is not None and row.hosts > 1
+    ]
+    notes = [*costs.notes, *_notes(replayed, delays, costs, rows, given), *notes_on(compressed)]
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
     for unit, seconds in (("_ms", 1e-3), ("_us", 1e-6)):
         asked = json_files.in_seconds(asked, frozenset(name for name in asked if name.endswith(unit)), seconds)
     if given["figure"] is not None:
         plot.write(given["figure"], lambda axes: _draw(axes, rows), size=(6, 4))
-    _page(costs, rows, notes).print(given["form"], PlannedScale(costs.as_json(), asked, tuple(rows), tuple(notes)))
+    found = PlannedScale(costs.as_json(), asked, tuple(rows), tuple(compressed), tuple(notes))
+    _page(costs, rows, compressed, notes).print(given["form"], found)
     return 0
 
 

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 
 from hvdkit.common.allreduce import CYCLE_S, FUSION_BYTES
-from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan.link import DRAWS
 from hvdkit.observe.lateness import Floats
 
 _GRID = (np.arange(4000) + 0.5) / 4000
-_HALF = {"float32": 0.5, "float64": 0.25}
-"""What a float16 has of the bytes of a type; the others are sent as they are."""
+BACKWARD_SHARE = 2 / 3
+"""Backward computes two products for each one of forward: with respect to the inputs and to the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,28 @@ class Fusion:
 
 
 @dataclass(frozen=True, slots=True)
+class Workload:
+    """What a rank does in a step.
+
+    Attributes:
+        gradients: in the order in which they become ready; see ``gradients``.
+        compute_s: seconds of forward, backward and update in one process, > 0; None when they are not known.
+        fusion: Horovod's settings.
+        overlap: whether communication runs beside backward; else it begins when backward has ended.
+    """
+
+    gradients: tuple[Gradient, ...]
+    compute_s: float | None = None
+    fusion: Fusion = field(default_factory=Fusion)
+    overlap: bool = True
+
+    @property
+    def hiding_s(self) -> float:
+        """Seconds of backward that communication can hide behind."""
+        return BACKWARD_SHARE * self.compute_s if self.overlap and self.compute_s is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PredictedExchange:
     """What became of the gradients of a step.
 
@@ -75,7 +97,7 @@ class PredictedExchange:
     exposed_s: float
 
 
-def gradients(plan: ReplayPlan, fp16: bool = False) -> tuple[Gradient, ...]:
+def gradients(plan: ReplayPlan, number: float = math.inf) -> tuple[Gradient, ...]:
     """The gradients of a plan, in its order.
 
     With gaps in the plan, a gradient is ready when the gaps up to its own have passed, of all gaps together. Without
@@ -83,16 +105,21 @@ def gradients(plan: ReplayPlan, fp16: bool = False) -> tuple[Gradient, ...]:
 
     Args:
         plan: of ``hvdkit emulate sizes``.
-        fp16: floating-point gradients are sent in half precision (``compression=fp16``).
+        number: bytes in which a floating-point number is sent that has more.
     """
     gaps = [one.gap_s for one in plan.collectives]
     if not any(gaps):
         gaps = [1.0] * len(gaps)
     total = sum(gaps)
     return tuple(
-        Gradient(min(1.0, passed / total), one.nbytes * (_HALF.get(one.dtype, 1.0) if fp16 else 1.0))
+        Gradient(min(1.0, passed / total), min(one.nbytes, one.elements * number) if is_floating(one) else one.nbytes)
         for one, passed in zip(plan.collectives, accumulate(gaps), strict=True)
     )
+
+
+def is_floating(one: Collective) -> bool:
+    """Whether it is of numbers that compression sends in fewer bytes."""
+    return "float" in one.dtype
 
 
 def exchange(

@@ -4,10 +4,11 @@ Two hosts are network namespaces of this machine with one rank each (root, Linux
 In each round every variant takes a step, so that what else the machine does meets all of them. Peers are PyTorch's
 communication hooks for DistributedDataParallel over Gloo.
 
-    python benchmarks/compression.py [--rate 1gbit] [--delay 20ms] [--rounds 15] [--model wide|small] [-o FILE]
+    python benchmarks/compression.py [--mbit 1000] [--delay-ms 20] [--rounds 15] [--model wide|small] [-o FILE]
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -19,6 +20,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import delayed_link
+
 HERE = Path(__file__).resolve().parent
 VARIANTS = ("none", "fp16", "bf16", "int8")
 PEERS = ("ddp", "ddp fp16", "ddp powersgd")
@@ -26,8 +29,8 @@ PEERS = ("ddp", "ddp fp16", "ddp powersgd")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of each host's link, as tc has it")
-    parser.add_argument("--delay", help="of each packet that a host sends, such as 20ms; needs the kernel's netem")
+    parser.add_argument("--mbit", type=float, default=1000, help="rate of each host's link, Mbit/s")
+    parser.add_argument("--delay-ms", type=float, default=0, help="of a packet each way; netem or delayed_link.py")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each variant, beside 3 to warm up")
     parser.add_argument("--model", choices=("wide", "small"), default="wide", help="80 MB or 4 MB of gradients")
     parser.add_argument("--launcher", choices=("mpirun", "horovodrun"), default="mpirun", help="over MPI or Gloo")
@@ -42,20 +45,29 @@ def main() -> None:
 
     if lacking := namespaces.missing():
         sys.exit(f"compression.py: needs {', '.join(lacking)}")
-    namespaces.HOSTS, namespaces.RATE = 2, options.rate
+    namespaces.HOSTS, namespaces.RATE = 2, f"{options.mbit:g}mbit"
     with tempfile.TemporaryDirectory() as directory:
         hosts = namespaces.Hosts(Path(directory))
         hosts.start()
         try:
-            run(options, hosts, Path(directory))
+            with delayed(options, hosts):
+                run(options, hosts, Path(directory))
         finally:
             hosts.stop()
 
 
+def delayed(options: argparse.Namespace, hosts: Any) -> contextlib.AbstractContextManager[Any]:
+    """The delay between both hosts, while the block runs."""
+    if not options.delay_ms:
+        return contextlib.nullcontext()
+    add = f"qdisc add dev eth0 root netem delay {options.delay_ms}ms limit 100000"
+    tried = [subprocess.run(["tc", "-n", name, *add.split()], capture_output=True) for name in hosts.names]
+    if not any(netem.returncode for netem in tried):
+        return contextlib.nullcontext()
+    return delayed_link.between(hosts.names, hosts.addresses, options.mbit, options.delay_ms)
+
+
 def run(options: argparse.Namespace, hosts: Any, directory: Path) -> None:
-    for number in range(2 if options.delay else 0):
-        delay = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", options.delay]
-        subprocess.run([*hosts.inside(number), *delay], check=True)
     found = directory / "times.json"
     environ = {
         **os.environ,
@@ -69,10 +81,8 @@ def run(options: argparse.Namespace, hosts: Any, directory: Path) -> None:
     job += [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
     subprocess.run([*hosts.inside(0), *job], check=True, env=environ)
     times = json.loads(found.read_text())
-    delay = options.delay or "no delay"
-    print(
-        f"2 hosts of one rank, {options.rate}, {delay}, {options.launcher}, {options.model}, {options.rounds} rounds;"
-    )
+    link = f"{options.mbit:g} Mbit/s, {options.delay_ms:g} ms each way"
+    print(f"2 hosts of one rank, {link}, {options.launcher}, {options.model}, {options.rounds} rounds;")
     print("ratio: how many steps in the time of one in float32, median [quartiles] over rounds")
     print(f"{'gradients':<14}{'step ms':>10}{'ratio':>8}")
     for variant, own in times.items():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvdkit.core.control import ControlWord
+from hvdkit.measure.emulate.plan import of_timeline
 from hvdkit.read.timeline import CycleMark, read, summarize
 
 pytestmark = pytest.mark.parallel
@@ -23,7 +24,7 @@ def record(file):
     os.environ.update(HOROVOD_TIMELINE=file, HOROVOD_TIMELINE_MARK_CYCLES="1")
 
 
-def torch_steps(file, steps, killed_after=None):
+def torch_steps(file, steps, killed_after=None, compression="none"):
     record(file)
     import torch
 
@@ -31,7 +32,7 @@ def torch_steps(file, steps, killed_after=None):
 
     world = hk.init()
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3)).double()
-    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model, compression=compression)
     hk.broadcast_state(model, optimizer)
     start = time.perf_counter()
     for step in range(steps):
@@ -132,6 +133,20 @@ def test_steps_and_bytes_are_those_of_the_model(framework, controller, run_job, 
     assert phases[f"{prefix}ALLREDUCE"] >= STEPS * len(gradients)
     assert any(isinstance(item, CycleMark) for item in read(path).items())
     assert summary.cycle is not None
+
+
+def test_packed_gradients_of_a_job_are_told_as_such(run_job, tmp_path):
+    path = tmp_path / "timeline.json"
+    run_job("torch", torch_steps, mpi=False, file=str(path), steps=STEPS, compression="int8")
+    summary = summarize(path)
+    packed = summary.roles["packed gradients"]
+    assert packed.kinds == {"alltoall": STEPS, "allgather": STEPS} and packed.communication > 0
+    row = 256 + 4  # of each rank: 503 numbers fill two parts of 256
+    assert packed.bytes == STEPS * 2 * row
+    word = len(ControlWord(4)) * 4
+    assert (summary.steps.count, summary.steps.bytes) == (STEPS, 2 * row + word)
+    (gradients,) = [one for one in of_timeline(path)[0] if one.elements > 100]
+    assert (gradients.elements, gradients.dtype) == (512, "float32"), "the plan of an emulation has them unpacked"
 
 
 def test_a_job_whose_writer_was_killed(run_ranks, tmp_path):

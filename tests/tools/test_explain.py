@@ -533,6 +533,18 @@ def test_sparse_gradients_metrics_and_a_dense_embedding_are_told_apart(tmp_path,
     assert first.lost_s == pytest.approx(0.01, rel=0.3)
 
 
+def test_packed_gradients_are_neither_sparse_nor_metrics(tmp_path):
+    job = Job(ranks=2)
+    job.exchange = 0.012
+    job.write(tmp_path)
+    path = reduced_after(job, tmp_path / "timeline.json", "ALLGATHER", 1 << 18, 0.01)
+    path.write_text(path.read_text().replace('"other"', '"allgather.gradients.0.0.weight.0.mean"'))
+    assert [one.kind for one in explain([tmp_path]).causes] == ["large-tensors"]
+    path = reduced_after(job, path, "ALLREDUCE", 9, 0.01, 5)
+    path.write_text(path.read_text().replace('"other"', '"allreduce.gradients.0.0.weight.word"'))
+    assert "metrics" not in [one.kind for one in explain([tmp_path]).causes]
+
+
 def exchanging(job, path, tensors=1, size=25, wait=0.0, negotiate=0.0, moves=0.0, anew=False):
     """A timeline on the clock of the job's steps, in seconds after the last rank was ready in each of them."""
     names = ["big"] if tensors == 1 else [f"t{number}" for number in range(tensors)]

@@ -54,6 +54,7 @@ HEALTHY = TimelineSummary(
     steps=STEPS,
     tensors=[reductions(1000.0, 10_000.0, f"layer.{i}", 1 << 19) for i in range(20)],
     batches=BATCHES,
+    roles={},
     cycle=every(1000.0),
     skew=SKEW,
     dropped={},

@@ -172,6 +172,56 @@ def test_the_first_step_is_apart(tmp_path):
     assert summary.steps.duration.max == 10_000
 
 
+def packed_steps(count=10):
+    """Steps of two packed gradients, as ``compression="int8"`` sends them, and an outer step after every fifth."""
+    writer = Writer()
+    for step in range(count):
+        start = 1000 + step * 10_000
+        for number, name in enumerate(("gradients.0.0.weight", "gradients.0.2.weight")):
+            now = start + 1000 * number
+            writer.exchange((f"allreduce.{name}.word",), now, elements=9)
+            writer.exchange((f"alltoall.{name}.0.parts",), now + 150, kind="ALLTOALL")
+            writer.events[-1].pop("args")  # Horovod writes none of an alltoall
+            writer.exchange((f"allgather.{name}.0.mean",), now + 350, kind="ALLGATHER", elements=65_000, wire=200)
+        if step % 5 == 4:
+            writer.exchange(("allreduce.hvdkit.outer.0",), start + 5000, elements=1 << 20, wire=700)
+    return writer
+
+
+def test_packed_gradients_are_what_a_step_reduces_and_outer_steps_are_not(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    summary = packed_steps().summary(tmp_path)
+    assert (summary.steps.count, summary.steps.tensors) == (10, 6)
+    assert summary.steps.bytes == 2 * (4 * 65_000 + 36), "of packed gradients the mean counts, once"
+    packed, outer = summary.roles["packed gradients"], summary.roles["outer step"]
+    assert packed.kinds == {"alltoall": 20, "allgather": 20} and packed.bytes == 20 * 4 * 65_000
+    assert packed.communication == pytest.approx(20 * (100 + 200))
+    assert outer.kinds == {"allreduce": 2} and outer.communication == pytest.approx(2 * 700)
+    roles = {one.tensor: one.role for one in summary.tensors}
+    assert roles["allreduce.hvdkit.outer.0"] == "outer step" and roles["allreduce.gradients.0.0.weight.word"] == ""
+    assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^packed +gradients in 20 alltoalls and 20 allgathers, 5.20 MB in all, 6.00 ms", text, re.M)
+    assert re.search(r"^outer step +weights in 2 allreduces, 8.39 MB in all, 1.40 ms", text, re.M)
+    assert " alltoall " not in text and text.count(" packed gradients ") == 4
+
+
+def test_where_only_weights_are_averaged_it_says_so_and_finds_no_steps(tmp_path, capsys):
+    writer = Writer()
+    for step in range(6):
+        writer.exchange(("allreduce.hvdkit.outer.0",), 1000 + step * 10_000, elements=1 << 20)
+    assert writer.summary(tmp_path).steps is None
+    assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
+    text = capsys.readouterr().out
+    assert "averaged in outer steps, and no gradient" in text and "no gradient is reduced between" in text
+
+
+def test_a_tensor_that_is_only_called_like_a_packed_one_is_none(tmp_path):
+    writer = steps_of(Writer(), batches=(("allreduce.layer.mean",), ("allreduce.layer.parts",)))
+    summary = writer.summary(tmp_path)
+    assert summary.roles == {} and summary.steps.bytes == 8000
+
+
 def test_a_fused_exchange_goes_from_its_first_tensor_to_its_last(tmp_path):
     writer = Writer()
     writer.exchange(("a", "b", "c"), 1000, wire=100)

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import force_setattr, replace
 
 from hvdkit.common import json_files
+from hvdkit.common.allreduce import COMPRESSIONS
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.common.units import ITEM_SIZES, count_text, printable
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
@@ -226,8 +227,9 @@ def of_timeline(path: Path) -> tuple[tuple[Collective, ...], str]:
         DataError: it cannot be read, holds no reduction, or says no sizes.
     """
     from hvdkit.read.timeline.columns import collect
+    from hvdkit.read.timeline.model import PACKED
     from hvdkit.read.timeline.reader import read
-    from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
+    from hvdkit.read.timeline.summary import find_steps
 
     columns = collect(read(path))
     numbers, in_steps = find_steps(columns)
@@ -236,7 +238,7 @@ def of_timeline(path: Path) -> tuple[tuple[Collective, ...], str]:
         steps = np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1)
         words = f"of {len(steps)} recorded steps"
     else:
-        reduced = [number for number, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS]
+        reduced = [number for number, tensor in enumerate(columns.tensors) if tensor.is_reduced]
         rows = np.flatnonzero(np.isin(columns.tensor, reduced))
         _, first = np.unique(columns.tensor[rows], return_index=True)
         steps = [rows[np.sort(first)]] if len(rows) else []
@@ -260,13 +262,17 @@ def of_timeline(path: Path) -> tuple[tuple[Collective, ...], str]:
     for number in sorted(places, key=lambda number: (float(np.median(places[number])), number)):
         tensor = columns.tensors[number]
         elements = 0 if tensor.shape is None or tensor.dtype not in DTYPES else math.prod(tensor.shape)
+        dtype = tensor.dtype
+        if tensor.role == PACKED:  # bytes, of which the gradients were float32
+            elements, dtype = round(elements / COMPRESSIONS["int8"].number), "float32"
         if elements:
             gap_s = float(np.median(gaps.get(number, [0.0]))) / 1e6
-            found.append(Collective(printable(tensor.name), elements, tensor.dtype, gap_s))
+            found.append(Collective(printable(tensor.name), elements, dtype, gap_s))
     if not found:
         raise CorruptDataError(
             f"{str(path)!r} says no size of a reduced tensor; expected dtype and shape in its events."
         )
-    if len(found) < len(places):
-        words += f"; {len(places) - len(found)} tensors without a known type and shape are left out"
+    unknown = sum(columns.tensors[number].kind != "ALLTOALL" for number in places) - len(found)
+    if unknown:
+        words += f"; {unknown} tensors without a known type and shape are left out"
     return tuple(found), f"timeline {path.name}, {words}, in the order of their announcement"

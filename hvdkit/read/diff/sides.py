@@ -31,7 +31,7 @@ from hvdkit.read.timeline import columns as timeline_columns
 from hvdkit.read.timeline.measures import covered, union
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read as read_timeline
-from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
+from hvdkit.read.timeline.summary import find_steps
 from hvdkit.read.trace.reader import collect as collect_trace
 from hvdkit.read.trace.summary import by_name, one_rank, step_windows, window_of
 
@@ -168,12 +168,12 @@ def of_timeline(sources: Sources) -> Side:
         whole = {STEP: Timings(nested[0] * _US)}
     phases = {}
     for tensor, rows in zip(found.tensors, found.rows_by_tensor(), strict=True):
-        name = tensor.name if tensor.kind in REDUCTIONS else f"{tensor.kind.lower()} {tensor.name}"
+        name = tensor.name if tensor.is_reduced else f"{tensor.kind.lower()} {tensor.name}"
         for phase, samples in zip(GROUPS, found.durations[rows[1:]].T.astype(np.float64), strict=True):
             if len(known := samples[~np.isnan(samples)] * _US):  # without the first operation, which sets up
                 often = len(known) / (steps if steps > 1 else 1)
                 phases[f"{phase} of {name}"] = Timings(known, often, often)
-    sums = np.bincount(numbers[in_steps], found.bytes[in_steps]) if in_steps.any() else np.array([np.nan])
+    sums = np.bincount(numbers[in_steps], found.reduced_bytes()[in_steps]) if in_steps.any() else np.array([np.nan])
     size = "unknown" if np.isnan(sums).all() else bytes_text(float(np.nanmedian(sums)))
     reduced = len(np.unique(found.tensor[in_steps]))
     tensors = f"{count_text(reduced, 'tensor')} of {size} a step" if reduced else "no steps"

@@ -68,8 +68,11 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
     at = np.clip(np.searchsorted(begun, columns.begin[order], side="right") - 1, 0, count - 1)
     before = np.concatenate([[-np.inf], columns.end[order][:-1]])
     spent = np.maximum(0.0, np.minimum(columns.end[order], last[at]) - np.maximum(before, ready[at]))
-    gathered = np.array([tensor.kind == "ALLGATHER" for tensor in columns.tensors])[columns.tensor[order]]
-    numbers = ~gathered & (columns.bytes[order] <= NUMBER_BYTES) & (columns.begin[order] >= ready[at])
+    gathered = np.array([tensor.kind == "ALLGATHER" and not tensor.role for tensor in columns.tensors])[
+        columns.tensor[order]
+    ]
+    words = np.array([tensor.name.endswith(".word") for tensor in columns.tensors])[columns.tensor[order]]
+    numbers = ~gathered & ~words & (columns.bytes[order] <= NUMBER_BYTES) & (columns.begin[order] >= ready[at])
     numbers &= columns.begin[order] >= before  # one after the other: gradients are announced together
     left = 1.0
     for kind, chosen in (("sparse", gathered), ("metrics", numbers)):

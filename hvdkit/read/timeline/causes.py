@@ -8,6 +8,7 @@ from hvdkit.errors import name_ranks
 from hvdkit.observe.lateness import to_blame
 from hvdkit.read.causes import HOW_MUCH_IS_HIDDEN, SENTENCES, WHY_LATE, WORTH_SAYING, Cause, many_small
 from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.model import OUTER
 from hvdkit.read.timeline.results import Steps, TimelineSummary
 
 _MOST_HIDDEN = 0.1
@@ -31,6 +32,8 @@ def otherwise(summary: TimelineSummary) -> str:
     steps = summary.steps
     if steps is not None and (steps.duration is None or steps.idle is None or steps.duration.p50 <= 0):
         return "It cannot tell: fewer than three steps are in this part of the recording."
+    if steps is None and OUTER in summary.roles:
+        return "It cannot tell: weights are averaged in outer steps, and no gradient is reduced between them."
     if steps is None or steps.duration is None or steps.idle is None:
         return (
             "It cannot tell: there are no whole steps in the recording, no tensor is reduced three times. Record more "

@@ -16,9 +16,9 @@ from hvdkit.errors import DataError
 from hvdkit.read.causes import verdict
 from hvdkit.read.timeline.causes import otherwise
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.model import GROUPS
+from hvdkit.read.timeline.model import GROUPS, OUTER, PACKED
 from hvdkit.read.timeline.reader import read
-from hvdkit.read.timeline.results import NO_SKEW, Batches, Skew, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import NO_SKEW, Batches, Skew, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 SUBCOMMANDS = {
@@ -141,8 +141,13 @@ def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
             ),
         ),
     ]
-    lines += _step_lines(summary.steps)
+    lines += _step_lines(summary)
     lines += _batch_lines(summary.batches)
+    for role, own in summary.roles.items():
+        counted = " and ".join(f"{count} {kind}s" for kind, count in own.kinds.items())
+        label, _, what = role.partition(" ") if role == PACKED else (role, "", "weights")
+        took = f"{bytes_text(own.bytes)} in all, {duration_text(own.communication)} in collectives"
+        lines.append((label, f"{what} in {counted}, {took}"))
     if summary.cycle is not None:
         lines.append(("cycles", f"{summary.cycle.count}: {_three(summary.cycle)}"))
     lines.append(("rank skew", _skew_text(summary.skew)))
@@ -155,9 +160,13 @@ def _place(time: float) -> str:
     return duration_text(time) if time else "0 s"
 
 
-def _step_lines(steps: Steps | None) -> list[tuple[str, str]]:
+def _step_lines(summary: TimelineSummary) -> list[tuple[str, str]]:
+    steps = summary.steps
     if steps is None:
-        return [("steps", "none found: no tensor is reduced three times")]
+        outer = OUTER in summary.roles
+        return [
+            ("steps", f"none found: no {'gradient is reduced between' if outer else 'tensor is reduced three times'}")
+        ]
     size = "unknown size" if steps.bytes is None else bytes_text(steps.bytes)
     lines = [("steps", f"{steps.count} of {steps.tensors} tensors, {size} each")]
     if steps.first is not None:
@@ -209,7 +218,7 @@ def tensor_table(tensors: Sequence[TensorSummary], of: int, width: int = _NAME) 
 
     cells: dict[str, Callable[[TensorSummary], object]] = {
         f"tensor ({len(tensors)} of {of})": lambda tensor: shortened(tensor.tensor, width),
-        "kind": lambda tensor: tensor.kind.lower(),
+        "kind": lambda tensor: tensor.role or tensor.kind.lower(),
         "count": lambda tensor: tensor.count,
         "bytes": lambda tensor: "?" if tensor.bytes is None else bytes_text(tensor.bytes),
     }

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from hvdkit.common.allreduce import SMALL_BYTES
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.timeline.measures import batch_numbers
-from hvdkit.read.timeline.model import GROUPS, CycleMark, group_of
+from hvdkit.read.timeline.model import GROUPS, OUTER, PACKED, CycleMark, group_of, role_of
 from hvdkit.read.timeline.reader import Recording
 
+REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 _NOT_THERE = float("nan")
 _ROW = struct.Struct(f"=6d{len(GROUPS)}f2i")
 _COLLECTIVE = GROUPS.index("collective")
@@ -34,6 +35,16 @@ class Tensor:
     kind: str
     dtype: str
     shape: tuple[int, ...] | None
+
+    @property
+    def role(self) -> str:
+        """See ``role_of``."""
+        return role_of(self.name, self.kind)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether it is one of those of which a training step consists."""
+        return self.role == PACKED or (self.kind in REDUCTIONS and self.role != OUTER)
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,11 @@ class TimelineColumns:
     def ranks(self) -> int | None:
         """Ranks of the job, by the highest that it names; None where it names none."""
         return int(self.tick_rank.max()) + 1 if len(self.tick_rank) else None
+
+    def reduced_bytes(self) -> Floats:
+        """As ``bytes``; of packed gradients their mean alone counts, not the parts from which it was made."""
+        parts = [tensor.role == PACKED and tensor.kind == "ALLTOALL" for tensor in self.tensors]
+        return np.where(np.array(parts, np.bool_)[self.tensor], 0.0, self.bytes)
 
     def rows_by_tensor(self) -> list[NDArray[np.intp]]:
         """The rows of each of ``tensors``, in order of time."""

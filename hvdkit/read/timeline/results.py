@@ -24,6 +24,7 @@ class TensorSummary:
         count: how many operations.
         bytes: of one operation, the largest; None where the file does not say.
         phases: group of phases (model.GROUPS) to its distribution, "whole" from announcement to end.
+        role: "packed gradients", "outer step", or "" for any other.
     """
 
     tensor: str
@@ -33,6 +34,22 @@ class TensorSummary:
     count: int
     bytes: int | None
     phases: dict[str, Distribution]
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class Role:
+    """The collectives of hvdkit's that serve one purpose.
+
+    Attributes:
+        kinds: how many operations of each kind of collective.
+        bytes: of all their results; of packed gradients those of the means.
+        communication: time in which at least one of them ran.
+    """
+
+    kinds: dict[str, int]
+    bytes: int
+    communication: float
 
 
 @dataclass(frozen=True)
@@ -156,6 +173,7 @@ class TimelineSummary(Document, frozen=True):
         communication: time in which at least one collective ran.
         setup: time in which NCCL was set up.
         steps, batches: of the training and its exchanges; None where there are none.
+        roles: by "packed gradients" (``compression="int8"``) and "outer step" (``every=``), where there are any.
         tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.
@@ -185,6 +203,7 @@ class TimelineSummary(Document, frozen=True):
     steps: Steps | None
     tensors: list[TensorSummary]
     batches: Batches | None
+    roles: dict[str, Role]
     cycle: Distribution | None
     skew: Skew | None
     dropped: dict[str, int]

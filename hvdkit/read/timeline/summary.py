@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,21 +19,19 @@ from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.causes import causes
 from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect, exchanges
 from hvdkit.read.timeline.measures import distribution
-from hvdkit.read.timeline.model import GROUPS
+from hvdkit.read.timeline.model import GROUPS, OUTER, PACKED
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import (
     NO_SKEW,
     TOGETHER,
     Batches,
     RankSkew,
+    Role,
     Skew,
     Steps,
     TensorSummary,
     TimelineSummary,
 )  # fmt: skip
-
-REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
-"""The kinds of collective of which a training step consists."""
 
 
 def summarize(
@@ -92,6 +91,7 @@ def summarize(
         steps=steps,
         tensors=sorted(tensors, key=lambda tensor: -tensor.phases["whole"].total),
         batches=_batches(columns, steps),
+        roles=_roles(columns),
         cycle=cycle,
         skew=skew,
         dropped={reason: count for reason, count in columns.dropped.items() if count},
@@ -116,8 +116,9 @@ def find_steps(columns: TimelineColumns) -> tuple[NDArray[np.intp], NDArray[np.b
     again. Other operations belong to the step in which they began, before the first step to step -1.
     """
     counts = np.bincount(columns.tensor, minlength=len(columns.tensors))
-    reduced = [tensor.kind in REDUCTIONS for tensor in columns.tensors]
-    group = measures.repeating([int(count) if is_one else 0 for count, is_one in zip(counts, reduced, strict=True)])
+    group = measures.repeating(
+        [int(count) if tensor.is_reduced else 0 for count, tensor in zip(counts, columns.tensors, strict=True)]
+    )
     if not group:
         return np.full(len(columns.tensor), -1, np.intp), np.zeros(len(columns.tensor), np.bool_)
     in_steps = np.isin(columns.tensor, group)
@@ -158,7 +159,20 @@ def _tensor(columns: TimelineColumns, rows: NDArray[np.intp], tensor: Tensor) ->
         count=len(rows),
         bytes=int(known.max()) if len(known) else None,
         phases={group: found for group, found in phases.items() if found is not None},
+        role=tensor.role,
     )
+
+
+def _roles(columns: TimelineColumns) -> dict[str, Role]:
+    """What hvdkit's own collectives are for, those that are there."""
+    found = {}
+    for role in (PACKED, OUTER):
+        rows = np.isin(columns.tensor, [number for number, one in enumerate(columns.tensors) if one.role == role])
+        if rows.any():
+            kinds = Counter(columns.tensors[number].kind.lower() for number in columns.tensor[rows].tolist())
+            sent = int(np.nansum(columns.reduced_bytes()[rows]))
+            found[role] = Role(dict(kinds), sent, measures.length(measures.union(*columns.exchange[rows].T)))
+    return found
 
 
 def _steps(
@@ -175,7 +189,7 @@ def _steps(
     own, first, per_step = np.unique(numbers[in_steps], return_index=True, return_counts=True)
     begins = columns.begin[in_steps][first]
     durations = np.diff(begins)
-    sums = np.bincount(numbers[in_steps] - own[0], columns.bytes[in_steps])[own - own[0]]
+    sums = np.bincount(numbers[in_steps] - own[0], columns.reduced_bytes()[in_steps])[own - own[0]]
     usual = np.nanmedian(sums) if not np.isnan(sums).all() else None
     later_rows = in_steps & (numbers >= 2)
     later = slice(1, None) if len(durations) > 1 else slice(None)
@@ -203,7 +217,7 @@ def _steps(
 
 def _batches(columns: TimelineColumns, steps: Steps | None) -> Batches | None:
     """The exchanges, fused and single; None where nothing was reduced."""
-    reduced = np.isin(columns.tensor, [i for i, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS])
+    reduced = np.isin(columns.tensor, [i for i, tensor in enumerate(columns.tensors) if tensor.is_reduced])
     all_ = exchanges(columns, reduced)
     if not len(all_.bytes):
         return None

@@ -23,7 +23,8 @@ from typing import Any
 import delayed_link
 
 HERE = Path(__file__).resolve().parent
-VARIANTS = ("none", "fp16", "bf16", "int8")
+VARIANTS = ("none", "fp16", "bf16", "int8", "auto")
+TRIAL = 30  # steps of "auto" until it has chosen
 PEERS = ("ddp", "ddp fp16", "ddp powersgd")
 
 
@@ -107,6 +108,8 @@ def measure(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", "an optimizer .* that distribute has not got")  # DDP averages for it
     sizes = (4096, 4096, 800) if options.model == "wide" else (900, 900, 200)
     steps = {name: hvdkit_step(hk, torch, sizes, name) for name in VARIANTS}
+    for _ in range(TRIAL):
+        steps["auto"]()
     if not options.no_peers:
         hk.init_process_group()
         steps.update({name: peer_step(torch, sizes, name) for name in PEERS})

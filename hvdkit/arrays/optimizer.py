@@ -19,7 +19,7 @@ from hvdkit.arrays.exchange.buffers import HostBuffer
 from hvdkit.arrays.exchange.layout import Layout
 from hvdkit.arrays.exchange.shared import quiet
 from hvdkit.arrays.exit_watchdog import waits
-from hvdkit.core import listeners
+from hvdkit.core import auto, listeners
 from hvdkit.core.communicator import ALLREDUCE
 from hvdkit.core.control import FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import AgreementError, InvalidArgumentError
@@ -54,6 +54,8 @@ class Reduce:
         alone = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer)
         self._add_up: Any = self._first.in_one_message() if alone else None
         threaded = progress == "thread" and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
+        tries = self._size > 1 and options.compression == "auto" and any(one.packed for one in self._layout.buffers)
+        self._trial = auto.Trial(auto.kinds_of(bfloat16=True)) if tries else None
         self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
         self._payload = self._first.payload
         self._heads = mpi.ranks(comm).repeated(ALLREDUCE, self._head)
@@ -220,6 +222,8 @@ class Reduce:
         elif self._add_up is not None:
             self._exchange_short()
         else:
+            for request in self._turn():
+                waits(request.Wait)()
             for buffer in self._layout.buffers:
                 buffer.announce(self._own)
             self._heads.run()
@@ -251,12 +255,30 @@ class Reduce:
         if self._size == 1:
             self._finish_alone()
             return
+        yield from self._turn()
         for buffer in self._layout.buffers:
             buffer.announce(self._own)
         yield self._heads.begin()
         factor = self._factor()
         for buffer in self._layout.buffers:
             yield from buffer.requests(self._own, factor)
+
+    def _turn(self) -> Iterator[Any]:
+        """An exchange begins, which ends the one before: as ``Trial.turn``, by MPI requests to be completed."""
+        trial = self._trial
+        if trial is None:
+            return
+        found = trial.end()
+        if found is not None:
+            call = mpi.ranks(self._comm).repeated(ALLREDUCE, found, op="min")
+            yield call.begin()
+            trial.decide(call.got, says=self._comm.Get_rank() == 0)
+            self._trial = None
+        trial.begin()
+        for buffer in self._layout.buffers:
+            buffer.kind = trial.kind
+            if trial.over:
+                buffer.packed = {kind: one for kind, one in buffer.packed.items() if kind == trial.kind}
 
     def _factor(self) -> float:
         """What the sum of all ranks' own * gradient is multiplied by, from the head that was exchanged."""

@@ -282,6 +282,13 @@ def packing_of(compression: str, name: str, length: int, communicator: Communica
     return made[1]
 
 
+def drop(prefix: str) -> None:
+    """Keep nothing more of what ``packing_of`` made for names that begin so."""
+    for name in [name for name in _MADE if name.startswith(prefix)]:
+        del _MADE[name]
+        _KEPT.pop(name, None)
+
+
 def _known(name: str) -> tuple[Array, int]:
     """What is kept of a gradient, and how often noise was drawn; nothing of an unknown one."""
     if name in _RESTORED:

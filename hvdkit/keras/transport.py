@@ -20,6 +20,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import count
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.core import listeners
+from hvdkit.core import auto, listeners
 from hvdkit.core.communicator import (
     ALLGATHER,
     ALLREDUCE,
@@ -38,7 +39,7 @@ from hvdkit.core.communicator import (
     OverMpi,
     end_the_job_with_the_process,
 )
-from hvdkit.core.compression import combine, packing_of
+from hvdkit.core.compression import combine, drop, packing_of
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras import private
 from hvdkit.observe.allreduce_counts import COUNTS
@@ -122,6 +123,7 @@ class Transport(Communicator):
 Array = npt.NDArray[Any]
 
 _SENT = ("float16", "float32", "float64")  # what every Horovod adds up
+_WIDE = _SENT[1:]  # what compression makes shorter
 _reductions = count()
 
 
@@ -276,7 +278,7 @@ def by_sent_type(
         elif options.compression == "fp16":
             sent_as = "float16"
         else:
-            sent_as = "bfloat16" if options.compression == "bf16" and own in ("float32", "float64") else own
+            sent_as = "bfloat16" if options.compression == "bf16" and own in _WIDE else own
         groups.setdefault(sent_as, []).append(position)
     return groups
 
@@ -306,6 +308,10 @@ class HostBuffers(Transport):
     def host_ranks(self, process_set: Any) -> Ranks:
         """The ranks that it is combined over."""
 
+    @abstractmethod
+    def host_communicator(self, process_set: Any) -> Communicator:
+        """Between these, within a step."""
+
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         """On the host as well, where the gradients pass, too."""
         return agreement.array_digests(np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables)
@@ -320,12 +326,23 @@ class HostBuffers(Transport):
             sends = self.host_sends_bfloat16(process_set)
             options.require_possible(self.size(), all_ranks=True, over_mpi=True, adds_bfloat16=sends)
         name, ranks = naming(), self.host_ranks(process_set)
+        trial: auto.Trial | None = None
+        if options.compression == "auto":
+            packs = self.host_packs(replace(options, compression="bf16"))
+            trial = auto.Trial(auto.kinds_of(bfloat16=packs or self.host_sends_bfloat16(process_set)))
 
         def on_host(*buffers: Any) -> list[Array]:
             listeners.ready()
             passes.stepped_behind()
+            how = options
+            if trial is not None:
+                if trial.turn(self.host_communicator(process_set)) and trial.kind != "int8":
+                    drop(f"{name()}.")
+                how = replace(options, compression=trial.kind)
             return [
-                self.reduce_buffer(np.array(buffer), f"{name()}.{number}", options, process_set)
+                self.reduce_buffer(
+                    np.array(buffer), f"{name()}.{number}", how if buffer.dtype.name in _WIDE else options, process_set
+                )
                 for number, buffer in enumerate(buffers)
             ]
 
@@ -361,6 +378,12 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
     def host_ranks(self, process_set: Any) -> Ranks:
         return self.ranks(process_set)
 
+    def host_communicator(self, process_set: Any) -> Communicator:
+        import torch
+
+        among = self.hvd.global_process_set if process_set is None else process_set
+        return OverHorovod(self.hvd, torch.from_numpy, among)
+
     def host_sends_bfloat16(self, process_set: Any) -> bool:
         among = self.hvd.global_process_set if process_set is None else process_set
         return torch_tensors.sends_bfloat16("cpu", among.size())
@@ -370,8 +393,7 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
 
         scaling = self.scaling(options, process_set)
         if self.host_packs(options):
-            among = scaling["process_set"]
-            communicator = OverHorovod(self.hvd, torch.from_numpy, among)
+            among, communicator = scaling["process_set"], self.host_communicator(process_set)
             packing = packing_of("int8", name, len(flat), communicator, saves=among.process_set_id == 0)
             with COUNTS.allreduce([among]):
                 combine(communicator, packing, flat, name, scaling["postscale_factor"] * scaling["prescale_factor"])
@@ -380,8 +402,11 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
             tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(flat)
+        sent = tensor.bfloat16() if options.compression == "bf16" else tensor
         with COUNTS.allreduce([scaling["process_set"]]):
-            self.hvd.allreduce_(tensor, name=name, **scaling)
+            self.hvd.allreduce_(sent, name=name if sent is tensor else f"{name}.bf16", **scaling)
+        if sent is not tensor:
+            tensor.copy_(sent)
         return flat
 
 
@@ -445,13 +470,16 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
     def host_sends_bfloat16(self, process_set: Any) -> bool:  # noqa: ARG002
         return False
 
+    def host_communicator(self, process_set: Any) -> Communicator:  # noqa: ARG002
+        return self._within_step
+
     def host_ranks(self, process_set: Any) -> Ranks:
         if process_set is not None:
             raise InvalidArgumentError("process_set needs Horovod, and this process has mpi4py only; leave it out.")
         return None
 
     def host_packs(self, options: GradientOptions) -> bool:
-        return options.compression != "none"  # MPI adds up none of these types
+        return options.compression not in ("none", "auto")  # MPI adds up none of these types
 
     def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:  # noqa: ARG002
         share = self.size() if options.op == "average" else 1

@@ -11,7 +11,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.numbers import whole
 
 OPS = ("average", "sum", "adasum")
-COMPRESSIONS = ("none", "fp16", "bf16", "int8")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "auto")
 BFLOAT16_RANKS = 64
 """Over more ranks bfloat16 is summed as float32: it does not see one number beside the sum of 2^8 such."""
 CLIPPED = "_hvdkit_clipped"
@@ -26,7 +26,8 @@ class GradientOptions:
         op: "average" (the mean over ranks), "sum", or "adasum".
         compression: how float32 and float64 gradients travel. "none": as they are. "fp16": in half precision, infinite
             beyond 65504. "bf16": in 2 bytes with the range of float32. "int8": in 1 byte, see
-            ``hvdkit.core.compression``. Not with "adasum", but for "fp16".
+            ``hvdkit.core.compression``. "auto": as "none", "bf16" or "int8", see ``hvdkit.core.auto``. Not with
+            "adasum", but for "fp16".
         backward_passes_per_step: backward passes whose gradients are added locally before one allreduce, >= 1.
         gradient_predivide_factor: f > 0 splits the averaging: gradients are divided by f before and by size/f after
             the sum; only with op="average".
@@ -49,7 +50,7 @@ class GradientOptions:
             )
         passes = whole("backward_passes_per_step", self.backward_passes_per_step, 1)
         object.__setattr__(self, "backward_passes_per_step", passes)
-        if self.op == "adasum" and self.compression in ("bf16", "int8"):
+        if self.op == "adasum" and self.compression in ("bf16", "int8", "auto"):
             raise InvalidArgumentError(
                 f"compression={self.compression!r} averages, and op='adasum' does not; use op='average', or "
                 "compression='fp16'."

@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.core import compression, listeners
+from hvdkit.core import auto, compression, listeners
 from hvdkit.core.communicator import OverHorovod
 from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
@@ -30,11 +30,14 @@ from hvdkit.tensorflow.variables import canonical_name, native
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)  # what every Horovod adds up
+_WIDE = _SENT[1:]  # what compression="auto" makes shorter
 _DONE = "_hvdkit_reduced"
 SHOWN: dict[str, str] = {}
 """What is said of a gradient to those who look on, by place and name, and what is shown of it."""
 ROWS: dict[str, Any] = {}
 """The type of the indices of the gradients that this rank has had as ``tf.IndexedSlices``."""
+TRIALS: dict[Any, auto.Trial] = {}
+"""By the name of some gradients, how they are reduced and their shapes; eagerly and in every graph."""
 
 
 @dataclass(frozen=True)
@@ -386,6 +389,7 @@ def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, word: Any) 
         word: this rank's control word, which goes with the first group that is not packed; None: nobody asks.
     """
     results, heard, packs = list(tensors), None, reduction.options.compression == "int8"
+    turn = _turn(tensors, name, reduction) if reduction.options.compression == "auto" else None
     dense: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
@@ -399,7 +403,11 @@ def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, word: Any) 
             carries_word = word is not None and heard is None and not packs
             if carries_word:
                 sent.append(tf.cast(word, sent_as))
-            received = (_packed if packs else _allreduce)(sent, f"{name}.{sent_as.name}.{number}", reduction)
+            call = f"{name}.{sent_as.name}.{number}"
+            if turn is not None and sent_as in _WIDE:
+                received = _as_tried(turn, sent, call, reduction, has_word=carries_word)
+            else:
+                received = (_packed if packs else _allreduce)(sent, call, reduction)
             if carries_word:
                 heard = received.pop()
             for position, tensor in zip(part, received, strict=True):
@@ -410,11 +418,57 @@ def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, word: Any) 
     return results, heard
 
 
+def _kinds(reduction: Reduction) -> tuple[str, ...]:
+    return auto.kinds_of(bfloat16=reduction.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16())
+
+
+def _turn(tensors: Sequence[Any], name: str, reduction: Reduction) -> Any:
+    """The place among ``_kinds`` of how gradients travel in this step, int32 ()."""
+    kinds, ranks = _kinds(reduction), OverHorovod(hvd, tf.constant, reduction.process_set)
+    key = name, reduction, *(str(one.shape) for one in tensors)
+
+    def turn() -> Any:
+        if key not in TRIALS:
+            TRIALS[key] = auto.Trial(kinds)
+        trial = TRIALS[key]
+        if trial.turn(ranks) and trial.kind != "int8":
+            compression.drop(f"{name}.")
+        return np.int32(kinds.index(trial.kind))
+
+    waits = list(tensors) if reduction.groups == 1 else []  # of several groups the first ones leave before the last
+    with tf.control_dependencies(tf.nest.flatten(waits, expand_composites=True)):
+        return tf.ensure_shape(tf.numpy_function(turn, [], tf.int32, name="hvdkit_turn"), [])
+
+
+def _as_tried(turn: Any, tensors: list[Any], name: str, reduction: Reduction, *, has_word: bool) -> list[Any]:
+    """As ``_allreduce``, in the way whose turn it is.
+
+    Args:
+        has_word: whether the last tensor is the control word, which is never packed.
+    """
+
+    def as_bfloat16() -> list[Any]:
+        received = _allreduce([tf.cast(one, tf.bfloat16) for one in tensors], f"{name}.bf16", reduction)
+        return [tf.cast(one, tensors[0].dtype) for one in received]
+
+    def as_int8() -> list[Any]:
+        own, words = (tensors[:-1], tensors[-1:]) if has_word else (tensors, [])
+        received = _packed([tf.cast(one, tf.float32) for one in own], name, reduction)
+        heard = _allreduce(words, f"{name}.word", reduction) if words else []
+        return [*(tf.cast(one, tensors[0].dtype) for one in received), *heard]
+
+    ways = {"none": lambda: _allreduce(tensors, name, reduction), "bf16": as_bfloat16, "int8": as_int8}
+    received = tf.switch_case(turn, [ways[kind] for kind in _kinds(reduction)], name=f"{name}.ways")
+    for one, tensor in zip(received, tensors, strict=True):
+        one.set_shape(tensor.shape)
+    return list(received)
+
+
 def _sent_as(dtype: Any, reduction: Reduction) -> Any:
     wanted = reduction.options.compression
     if wanted in ("fp16", "int8"):  # what is packed is so on the host, from float32
         return tf.float16 if wanted == "fp16" else tf.float32
-    if wanted == "bf16" and dtype in (tf.float32, tf.float64):
+    if wanted == "bf16" and dtype in _WIDE:
         return tf.bfloat16
     if dtype == tf.bfloat16 and reduction.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16():
         return dtype

@@ -120,20 +120,20 @@ class Reducer:
 
     Args:
         process_set: Horovod's.
-        compression: see ``GradientOptions``.
+        compression: see ``GradientOptions``; may change between exchanges.
         predivide: f: divide by f before and by size / f after the sum.
     """
 
     def __init__(self, process_set: Any, compression: str, predivide: float) -> None:
-        self.process_set, self._compression, self._predivide = process_set, compression, predivide
+        self.process_set, self.compression, self._predivide = process_set, compression, predivide
         self._packed: list[PackedMean] = []
 
     def carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as one that Horovod can send, itself where it can be."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if self._compression == "fp16" and real.dtype in (*_WIDE, torch.bfloat16):
+        if self.compression == "fp16" and real.dtype in (*_WIDE, torch.bfloat16):
             return real.half()
-        if self._compression == "bf16" and real.dtype in _WIDE:
+        if self.compression == "bf16" and real.dtype in _WIDE:
             return real.bfloat16()
         if real.dtype == torch.bfloat16 and sends_bfloat16(real.device.type, self.process_set.size()):
             return real
@@ -141,7 +141,7 @@ class Reducer:
 
     def start(self, flat: torch.Tensor, numbers: int, name: str, packings: Sequence[Packing]) -> FlatMean | PackedMean:
         """Begin to average ``numbers`` gradients and the control word behind them."""
-        if not packings:
+        if not packings or self.compression != "int8":
             return FlatMean(*self._allreduce(flat, name), flat, numbers)
         self.go_on(wait=False)
         self._packed.append(PackedMean(self.process_set, flat, numbers, name, packings))
@@ -162,7 +162,7 @@ class Reducer:
             before, after = before * after, 1.0
         handle = hvd.allreduce_async_(
             carried,
-            name=name,
+            name=f"{name}.bf16" if self.compression == "bf16" else name,  # Horovod remembers a name's type
             op=hvd.Sum,
             prescale_factor=before,
             postscale_factor=after,

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hvdkit.core import auto
 from hvdkit.core import layout as core_layout
 from hvdkit.core.control import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.divergence import DivergenceCheck, next_due
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import divergence, private
 from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
 from hvdkit.torch.buckets import (
@@ -113,6 +115,7 @@ class Exchange:
         self.number = next(_NUMBERS)
         self._options, self._layout, self.process_set = options, layout, ranks
         self._reducer = Reducer(ranks, options.compression, options.gradient_predivide_factor)
+        self._trial: auto.Trial | None = None
         self._members: dict[int, _Member] = {}
         self._followed: list[weakref.ref[Parameter]] = []
         self._suspended = 0
@@ -244,6 +247,9 @@ class Exchange:
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         if self.exchanging:
             self._local = []  # a gradient that is held here looks like the program's own
+            if self._trial is not None:
+                self._trial.begin()
+                self._reducer.compression = self._trial.kind
         self._fired.clear()
         for bucket in self._buckets():
             bucket.arrived.clear()
@@ -340,6 +346,8 @@ class Exchange:
             for bucket in self._buckets():
                 bucket.launch(self._reducer, self._flags._replace(changed=0))
             flags = self.wait_all()
+        elif self._trial is not None:
+            self._try_on(self._trial)
         self._divergence.exchanges += 1
         if self._divergence.exchanges >= self._divergence.due:
             self._divergence.ask()
@@ -355,6 +363,14 @@ class Exchange:
         found = [flags for bucket in self._buckets() if bucket.in_flight() and any(flags := bucket.finish())]
         return joined(found) if found else NO_FLAGS
 
+    def _try_on(self, trial: auto.Trial) -> None:
+        """An exchange of the trial has ended; a collective when it was the last one."""
+        if trial.end_on(TorchRanks(self.process_set)):
+            self._trial, self._reducer.compression = None, trial.kind
+            for bucket in self._buckets():
+                if trial.kind != "int8" and isinstance(bucket, Bucket):
+                    bucket.packings = ()
+
     def _compare(self, agreed: _Agreed) -> None:
         named = divergence.own(agreed.members.living(), self.optimizer())
         names, roundings = [name for name, _ in named], [divergence.rounding_of(one) for _, one in named]
@@ -368,14 +384,20 @@ class Exchange:
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
         ranks = TorchRanks(self.process_set)
+        kinds = auto.kinds_of(bfloat16=self._adds_bfloat16()) if self._options.compression == "auto" else ()
+        rows.append(f"tries {kinds}")
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = tell_how_many(ranks, self.process_set, self.number)
         divergence.warn_of_clipping_hooks(named)
         buckets = in_buckets(self._by_arrival(named, ranks), how, sparse)
+        if kinds and self._agreed is None:
+            self._trial = auto.Trial(kinds)
+            self._reducer.compression = self._trial.kind
+        packs = self._trial is not None or self._reducer.compression == "int8"
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
-            if self._options.compression == "int8" and isinstance(bucket, Bucket):
+            if packs and isinstance(bucket, Bucket):
                 bucket.pack(number, self.process_set)
         self._twice.update(key for key, times in Counter(self._fired).items() if times > 1)
         self._twice.update(key for bucket in self._buckets() if not bucket.leaves_early for key in bucket.param_ids)
@@ -392,6 +414,10 @@ class Exchange:
         self._agreed = _Agreed(Members(named), number, buckets)
         self._look_anew()
         self._flags = self._flags._replace(has_fingerprint=0)
+
+    def _adds_bfloat16(self) -> bool:
+        living = [one for member in self._members.values() if (one := member.parameter()) is not None]
+        return all(sends_bfloat16(kind, self.process_set.size()) for kind in {one.device.type for one in living})
 
     def _by_arrival(self, named: Named, ranks: TorchRanks) -> Named:
         """Parameters as this backward produced their gradients on the first rank of the set; a collective.

@@ -12,6 +12,7 @@ from hvdkit.steps.gradients import GradientOptions
         ({"op": "mean"}, "op must be one of average, sum, adasum, got 'mean'"),
         ({"compression": "zip"}, "compression must be one of none, fp16"),
         ({"compression": "int8", "op": "adasum"}, "compression='int8' averages, and op='adasum' does not"),
+        ({"compression": "auto", "op": "adasum"}, "compression='auto' averages, and op='adasum' does not"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be an integer >= 1, got 0"),
         ({"backward_passes_per_step": 1.5}, "got 1.5"),
         ({"backward_passes_per_step": True}, "got True"),

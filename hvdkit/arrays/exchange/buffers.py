@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from hvdkit.arrays import mpi, tree
 from hvdkit.arrays.exchange import shared
 from hvdkit.arrays.exchange.shared import SharedSum
 from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.core.auto import kinds_of
 from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL
 from hvdkit.core.compression import new_packing
 from hvdkit.errors import InvalidArgumentError
@@ -82,13 +83,16 @@ class HostBuffer:
         head: its front, (head,).
         payload: the gradients, (sum of sizes,).
         views: each gradient in the payload, in its shape.
+        kind: of compression, by which they travel where there are packings for it.
+        packed: by kind, what sends them packed.
     """
 
     def __init__(self, leaves: Sequence[Leaf], sent: np.dtype[Any], head: int, ranks: Ranks) -> None:
         self._leaves, self._comm, self._ranks = leaves, ranks.comm, mpi.ranks(ranks.comm)
         self._one_host = ranks.one_host
         length = head + sum(leaf.size for leaf in leaves)
-        packs = ranks.compression != "none" and sent.kind == "f"
+        self.kind = ranks.compression
+        packs = self.kind not in ("none", "auto") and sent.kind == "f"
         self._is_short = length * sent.itemsize <= SHORT_BYTES and not packs
         self._shared: SharedSum | None = None
         if self._is_short or packs or not ranks.one_host or ranks.comm.Get_size() == 1:
@@ -103,7 +107,10 @@ class HostBuffer:
         step = max(1, CHUNK_BYTES // sent.itemsize)
         chunks = [self.payload[start : start + step] for start in range(0, len(self.payload), step)]
         self._chunks = [self._ranks.repeated(ALLREDUCE, chunk) for chunk in chunks]
-        self._packed = PackedExchange(self.payload, ranks) if packs else None
+        kinds = [self.kind] if packs else []
+        if self.kind == "auto" and sent.kind == "f" and not self._is_short:
+            kinds = [kind for kind in kinds_of(bfloat16=True) if kind != "none"]
+        self.packed = {kind: PackedExchange(self.payload, replace(ranks, compression=kind)) for kind in kinds}
 
     def in_one_message(self) -> Callable[[], object] | None:
         """What puts the sum of all ranks' messages, with their heads, into each rank's, and waits. A collective.
@@ -177,8 +184,8 @@ class HostBuffer:
             own: of this rank, as announced.
             factor: of the sum, the same on every rank.
         """
-        if self._packed is not None:
-            for request in self._packed.requests(own * factor):
+        if self.kind in self.packed:
+            for request in self.packed[self.kind].requests(own * factor):
                 waits(request.Wait)()
         elif self._shared is not None:
             self._shared.add_up(factor)
@@ -191,8 +198,8 @@ class HostBuffer:
 
     def requests(self, own: float, factor: float) -> Iterator[Any]:
         """As ``exchange``, without waiting: the MPI requests to be completed, each before the next is asked for."""
-        if self._packed is not None:
-            yield from self._packed.requests(own * factor)
+        if self.kind in self.packed:
+            yield from self.packed[self.kind].requests(own * factor)
         elif self._shared is not None:
             self._shared.add_up(factor)
             yield self._comm.Ibarrier()

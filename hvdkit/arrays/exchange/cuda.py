@@ -78,7 +78,7 @@ class CudaBuffer:
         self.views = [
             self.payload[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)
         ]
-        if ranks.compression in ("bf16", "int8"):
+        if ranks.compression in ("bf16", "int8", "auto"):
             raise InvalidArgumentError(
                 f"compression={ranks.compression!r} packs arrays on the host, and {leaves[0].path} is on a GPU; use "
                 "'fp16', or give host arrays."

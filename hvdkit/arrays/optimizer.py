@@ -55,7 +55,7 @@ class Reduce:
         self._add_up: Any = self._first.in_one_message() if alone else None
         threaded = progress == "thread" and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
         tries = self._size > 1 and options.compression == "auto" and any(one.packed for one in self._layout.buffers)
-        self._trial = auto.Trial(auto.kinds_of(bfloat16=True)) if tries else None
+        self._trial = auto.CompressionTrial(auto.kinds_of(bfloat16=True)) if tries else None
         self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
         self._payload = self._first.payload
         self._heads = mpi.ranks(comm).repeated(ALLREDUCE, self._head)
@@ -264,7 +264,7 @@ class Reduce:
             yield from buffer.requests(self._own, factor)
 
     def _turn(self) -> Iterator[Any]:
-        """An exchange begins, which ends the one before: as ``Trial.turn``, by MPI requests to be completed."""
+        """An exchange begins, which ends the one before: ``CompressionTrial.turn`` by MPI requests to be completed."""
         trial = self._trial
         if trial is None:
             return

@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 _WARM_UP, _ROUNDS = 2, 7  # a kind makes its buffers in the first round, and Horovod knows its names from the second on
 _SHORTER = 0.95
 _LOG = logging.getLogger("hvdkit")
-_TRIALS: weakref.WeakSet[Trial] = weakref.WeakSet()
+_TRIALS: weakref.WeakSet[CompressionTrial] = weakref.WeakSet()
 clock = time.perf_counter
 
 
@@ -34,7 +34,7 @@ def kinds_of(*, bfloat16: bool) -> tuple[str, ...]:
     return ("none", "bf16", "int8") if bfloat16 else ("none", "int8")
 
 
-class Trial:
+class CompressionTrial:
     """Of one ``distribute``; every rank makes the same calls.
 
     Args:

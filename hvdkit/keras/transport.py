@@ -326,10 +326,10 @@ class HostBuffers(Transport):
             sends = self.host_sends_bfloat16(process_set)
             options.require_possible(self.size(), all_ranks=True, over_mpi=True, adds_bfloat16=sends)
         name, ranks = naming(), self.host_ranks(process_set)
-        trial: auto.Trial | None = None
+        trial: auto.CompressionTrial | None = None
         if options.compression == "auto":
             packs = self.host_packs(replace(options, compression="bf16"))
-            trial = auto.Trial(auto.kinds_of(bfloat16=packs or self.host_sends_bfloat16(process_set)))
+            trial = auto.CompressionTrial(auto.kinds_of(bfloat16=packs or self.host_sends_bfloat16(process_set)))
 
         def on_host(*buffers: Any) -> list[Array]:
             listeners.ready()

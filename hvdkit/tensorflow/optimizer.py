@@ -36,7 +36,7 @@ SHOWN: dict[str, str] = {}
 """What is said of a gradient to those who look on, by place and name, and what is shown of it."""
 ROWS: dict[str, Any] = {}
 """The type of the indices of the gradients that this rank has had as ``tf.IndexedSlices``."""
-TRIALS: dict[Any, auto.Trial] = {}
+TRIALS: dict[Any, auto.CompressionTrial] = {}
 """By the name of some gradients, how they are reduced and their shapes; eagerly and in every graph."""
 
 
@@ -429,7 +429,7 @@ def _turn(tensors: Sequence[Any], name: str, reduction: Reduction) -> Any:
 
     def turn() -> Any:
         if key not in TRIALS:
-            TRIALS[key] = auto.Trial(kinds)
+            TRIALS[key] = auto.CompressionTrial(kinds)
         trial = TRIALS[key]
         if trial.turn(ranks) and trial.kind != "int8":
             compression.drop(f"{name}.")

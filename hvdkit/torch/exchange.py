@@ -115,7 +115,7 @@ class Exchange:
         self.number = next(_NUMBERS)
         self._options, self._layout, self.process_set = options, layout, ranks
         self._reducer = Reducer(ranks, options.compression, options.gradient_predivide_factor)
-        self._trial: auto.Trial | None = None
+        self._trial: auto.CompressionTrial | None = None
         self._members: dict[int, _Member] = {}
         self._followed: list[weakref.ref[Parameter]] = []
         self._suspended = 0
@@ -363,7 +363,7 @@ class Exchange:
         found = [flags for bucket in self._buckets() if bucket.in_flight() and any(flags := bucket.finish())]
         return joined(found) if found else NO_FLAGS
 
-    def _try_on(self, trial: auto.Trial) -> None:
+    def _try_on(self, trial: auto.CompressionTrial) -> None:
         """An exchange of the trial has ended; a collective when it was the last one."""
         if trial.end_on(TorchRanks(self.process_set)):
             self._trial, self._reducer.compression = None, trial.kind
@@ -392,7 +392,7 @@ class Exchange:
         divergence.warn_of_clipping_hooks(named)
         buckets = in_buckets(self._by_arrival(named, ranks), how, sparse)
         if kinds and self._agreed is None:
-            self._trial = auto.Trial(kinds)
+            self._trial = auto.CompressionTrial(kinds)
             self._reducer.compression = self._trial.kind
         packs = self._trial is not None or self._reducer.compression == "int8"
         for bucket in buckets:

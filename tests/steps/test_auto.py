@@ -14,7 +14,7 @@ KINDS = ("none", "bf16", "int8")
 
 def trial(monkeypatch, kinds, seconds):
     """The kinds that a whole trial went through, and the trial; ``seconds`` says what a step of a kind takes."""
-    made, now, seen = auto.Trial(kinds), 0.0, []
+    made, now, seen = auto.CompressionTrial(kinds), 0.0, []
     monkeypatch.setattr(auto, "clock", lambda: now)
     while not made.over:
         made.begin()
@@ -70,7 +70,7 @@ def test_first_steps_and_a_pause_do_not_count(monkeypatch):
 
 
 def test_an_exchange_that_begins_again_is_one(monkeypatch):
-    made, times = auto.Trial(("none", "int8")), itertools.count()
+    made, times = auto.CompressionTrial(("none", "int8")), itertools.count()
     monkeypatch.setattr(auto, "clock", lambda: float(next(times)))
     for number in range(19):
         for _ in range(1 + number % 2):

@@ -39,8 +39,7 @@ SENTENCES = {
     ),
     "large-tensors": (
         "Large tensors are reduced.",
-        "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
-        "network.",
+        "Send less often (backward_passes_per_step, a larger batch), or over a faster network.",
     ),
     "small-tensors": (
         "Data goes in small exchanges.",

@@ -61,6 +61,7 @@ class StepCauses:
         ready: whether the ranks say when their gradients were there.
         waits: see ``StepTable``.
         accounts: where the whole recorded time went, seconds by name.
+        hosts: on how many the ranks are; None where that is not known.
     """
 
     ranks: int
@@ -71,6 +72,7 @@ class StepCauses:
     ready: bool
     waits: Floats | None
     accounts: dict[str, float]
+    hosts: int | None
 
 
 @dataclass
@@ -132,6 +134,7 @@ def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = N
         ready=job.ready,
         waits=job.waits,
         accounts=job.accounts(),
+        hosts=None if None in job.hosts else len({*job.hosts}),
     )
 
 

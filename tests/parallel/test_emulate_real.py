@@ -66,6 +66,21 @@ def collectives(engine, ranks, todo, folder, fusion=False):
     return {"overlaps": connected.overlaps, "verified": verified, "notes": connected.notes}
 
 
+def compressed(engine, ranks, todo, folder, fusion=False):
+    """Replay every (compression, dtype) of ``todo`` beside none, checked; how many times of a trial were kept."""
+    connected = engines.connect(EmulateAsked(engine, ranks, hosts=1, fusion=fusion), Path(folder))
+    kept = []
+    for number, (compression, dtype) in enumerate(todo):
+        asked = EmulateAsked(engine, ranks, hosts=1, fusion=fusion, compression=compression)
+        plan = ReplayPlan(tuple(Collective(f"t{count}", count, dtype) for count in SIZES), trials=3)
+        worker.replay(
+            asked, plan, Renamed(connected, number), lambda arrived, done: kept.append([len(arrived), len(done)])
+        )
+    connected.close()
+    atexit.register(os._exit, 0)
+    return kept
+
+
 class Renamed:
     """An engine whose operations have other numbers in each replay: Horovod knows tensors by their names."""
 
@@ -77,6 +92,9 @@ class Renamed:
 
     def operation(self, index, *arguments):
         return self._engine.operation(1000 * self._number + index, *arguments)
+
+    def compressed(self, index, *arguments):
+        return self._engine.compressed(1000 * self._number + index, *arguments)
 
 
 def todo(collectives, *dtypes):
@@ -116,7 +134,36 @@ def test_horovod_is_right(run_ranks, tmp_path, controller, fusion):
         assert rank == {"overlaps": fusion, "verified": [[*case, 2] for case in cases], "notes": []}
 
 
+@pytest.mark.parametrize(
+    ("engine", "fusion"),
+    [
+        pytest.param("mpi", False, marks=needs_mpi),
+        pytest.param("gloo", False, marks=needs_torch),
+        pytest.param("horovod", True, marks=needs_horovod),
+    ],
+)
+def test_compressed_sums_are_right_but_for_their_rounding(run_ranks, tmp_path, engine, fusion):
+    cases = todo(("fp16", "bf16", "int8"), "float32", "float64")
+    how = {} if engine == "mpi" else {"warm": "torch"}
+    for rank in run_ranks(
+        compressed, 2, **how, engine=engine, ranks=2, todo=cases, folder=str(tmp_path), fusion=fusion
+    ):
+        assert rank == [[2 * len(SIZES)] * 2] * 3 * len(cases)
+
+
 # The command
+
+
+@needs_mpi
+def test_int8_is_a_column_beside_none(tmp_path, environment):
+    done = run(
+        argv("--engine", "mpi", "--sizes", LIST, "--trials", "3", "--compression", "int8", n=2), tmp_path, environment
+    )
+    assert done.returncode == 0, done.stderr
+    found = results.load(tmp_path / "r.json")
+    assert [one.index for one in found.compressed] == [one.index for one in found.samples] == [0, 1, 2, 3] * 3
+    assert all(one.slowest_s > 0 for one in found.compressed)
+    assert "p50 int8" in done.stdout and "With int8 a step takes" in done.stdout
 
 
 @needs_mpi

@@ -5,6 +5,7 @@ import pytest
 
 from hvdkit import InvalidArgumentError
 from hvdkit.core.communicator import shares
+from hvdkit.core.compression import new_packing
 from hvdkit.measure.emulate.check import EXACT, Values, storage
 from hvdkit.measure.emulate.plan import DTYPES, Collective, ReplayPlan
 from hvdkit.measure.emulate.results import Delay, EmulateAsked
@@ -102,6 +103,27 @@ def test_shares_are_even():
     assert shares(2, 3) == [1, 1, 0]
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
+def test_what_packing_rounds_is_allowed_and_a_wrong_sum_is_not(ranks, compression):
+    """Ranks of one process, whose alltoall and allgather are rows of arrays."""
+    values = Values("allreduce", 3000, "float32", ranks)
+    packings = [new_packing(compression, [("one", 3000)], rank, ranks, saves=False) for rank in range(ranks)]
+    for trial in range(30):  # int8 adds what was lost before
+        parts = np.array([one.pack(values.given(rank, trial)) for rank, one in enumerate(packings)])
+        means = np.array([one.add_up(parts[:, rank].copy(), 1.0) for rank, one in enumerate(packings)])
+        got = np.empty(3000, np.float32)
+        packings[0].unpack(means, got)
+        assert values.wrong(got, 0, trial, compression) is None
+        if compression != "fp16":
+            assert values.wrong(got, 0, trial) is not None, "it was rounded"
+        assert values.wrong(got, 0, trial + 60, compression) is not None
+        assert values.wrong(np.roll(got, 1), 0, trial, compression) is not None
+        assert values.wrong(got + values.given(0, trial), 0, trial, compression) is not None
+        got[7] = np.nan
+        assert values.wrong(got, 0, trial, compression).startswith("element 7 is nan")
+
+
 # A trial
 
 
@@ -190,6 +212,35 @@ def test_sizes_beyond_memory_are_a_mistake_in_one_sentence(monkeypatch, where):
         engine.operation = fail
     with pytest.raises(InvalidArgumentError, match=r"Rank 0 has no memory for the 48 bytes of a step \(Unable"):
         replay(engine)
+
+
+def test_a_compressed_step_follows_each_step_and_its_times_follow_those():
+    engine = Alone()
+    engine.compressed = lambda index, compression, elements, dtype: AloneOperation(engine, f"{compression} {index}", 0)
+    kept = replay(engine, compression="int8")
+    one = ["barrier", "start 0", "finish 0", "start 1", "finish 1"]
+    other = ["barrier", "start int8 0", "finish int8 0", "start int8 1", "finish int8 1"]
+    assert engine.calls == (one + other) * 2
+    for arrived, done in kept:
+        assert len(arrived) == len(done) == 4 and arrived == sorted(arrived)
+
+
+def test_a_wrong_compressed_result_is_named_as_such():
+    engine = Alone(spoil=(0, "int8 1"))
+    engine.compressed = lambda index, compression, elements, dtype: Far(engine, f"{compression} {index}", 0)
+    with pytest.raises(
+        WrongResultError, match=r"allreduce 1 \(fc3, 28 bytes of float32\) with int8 in trial 0: element"
+    ):
+        replay(engine, compression="int8")
+
+
+class Far(AloneOperation):
+    """Spoilt by more than int8 rounds."""
+
+    def finish(self, handle):
+        before = self.array.copy()
+        after = super().finish(handle)
+        return before + 100 * (after - before)
 
 
 def test_without_a_check_it_is_not_seen():

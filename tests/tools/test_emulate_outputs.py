@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from emulate_results import from_sizes, made, results, sample
+from msgspec import structs
 from rich.console import Console
 
 from hvdkit import cli
@@ -54,6 +55,21 @@ def test_a_reader_sees_sizes_percentiles_and_notes(capsys, saved):
     assert "a step is the sum of its delays" in out and re.search(r"\n +step +12 +9\d\.", out)
     assert "Rank 0 takes longest most often (100%), rank 1 comes last most often (100%)." in out
     assert "p99 needs 100, p99.9 needs 1000; some size has 12" in out
+
+
+def test_a_compressed_run_has_one_column_beside_none_and_a_ratio(capsys):
+    whole = made(TUTORIAL, trials=12, noise=0.1)
+    half = [structs.replace(one, slowest_s=one.slowest_s / 2) for one in whole.samples]
+    asked = structs.replace(whole.asked, compression="int8")
+    json_files.write(Path("results.json"), structs.replace(whole, asked=asked, compressed=half))
+    out = show(capsys)
+    assert "p50 int8" in out and "With int8 a step takes 0.5 times as long as with none." in out
+    (cells,) = [re.split(r"  +", line.strip()) for line in out.splitlines() if line.strip().startswith("803840")]
+    none, int8 = (float(cell.split()[0]) for cell in cells[2:4])
+    assert len(cells) == 12 and int8 == pytest.approx(none / 2, rel=1e-3)
+    value = json.loads(show(capsys, "--json"))
+    assert value["step"]["compressed_s"]["value"] == pytest.approx(value["step"]["p50_s"]["value"] / 2)
+    assert value["overall"]["compressed_s"]["low"] is not None
 
 
 def test_json_is_the_analysis(capsys, saved):

@@ -124,6 +124,7 @@ def test_what_is_written_is_read(tmp_path):
     [
         ((), {"schema": 3}),
         (("asked",), {"ranks": 3}),
+        (("asked",), {"compression": "int8"}),
         (("samples", 0), {"index": 2}),
         (("samples", 0), {"size": 44}),
         (("samples", 0), {"slowest_rank": 2}),

@@ -37,6 +37,7 @@ class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype
         p90_s, p99_s, p999_s: percentiles, by linear interpolation; None with fewer than 10, 100, 1000 samples.
         skew_s: median, from the first rank's arrival to the last one's; None for whole steps, as are the next three.
         transfer_s: median, from the last rank's arrival until the last rank is done.
+        compressed_s: median with ``asked.compression``, with its interval; None without one.
         algbw_bytes_per_s, busbw_bytes_per_s: of the median transfer (all together: all bytes by all transfers, or by
             those of whole steps where they overlap); None where that is 0.
     """
@@ -53,6 +54,7 @@ class TimesRow(Part, frozen=True, kw_only=True, rename={"nbytes": "size", "dtype
     p999_s: float | None
     skew_s: float | None = None
     transfer_s: Estimate | None = None
+    compressed_s: Estimate | None = None
     algbw_bytes_per_s: Estimate | None = None
     busbw_bytes_per_s: Estimate | None = None
 
@@ -116,6 +118,7 @@ def analyse(results: EmulateResults) -> EmulateSummary:
     rows = tuple(_row_of(results, size, rng) for size in np.unique(results.column("nbytes")).tolist())
     overall = _row_of(results, None, rng)
     steps = of_steps(results, results.column("slowest_s"))
+    others = median(of_steps(results, compressed(results)), rng) if results.compressed and len(steps) else None
     own = np.array([sample.ranks_s for sample in samples], dtype=float)
     slowest, latest = Counter(sample.slowest_rank for sample in samples), Counter(own.argmin(axis=1).tolist())
     ranks = tuple(RankRow(rank, slowest[rank] / len(own), latest[rank] / len(own)) for rank in range(asked.ranks))
@@ -124,12 +127,17 @@ def analyse(results: EmulateResults) -> EmulateSummary:
         trials=len({sample.trial for sample in samples}),
         rows=rows,
         overall=overall,
-        step=_times_row(steps, rng, per_step=1) if len(steps) else None,
+        step=_times_row(steps, rng, per_step=1, compressed_s=others) if len(steps) else None,
         ranks=ranks,
         cdf_band=band(len(steps) if asked.fusion else len(samples)),
         longest=max(samples, key=lambda sample: sample.slowest_s),
         notes=(*results.notes, *_notes(rows, overall, ranks, asked)),
     )
+
+
+def compressed(results: EmulateResults) -> Floats:
+    """The delays of the compressed samples, in the order of the others."""
+    return np.array([sample.slowest_s for sample in results.compressed])
 
 
 def band(independent: int) -> float:
@@ -173,6 +181,7 @@ def _row_of(results: EmulateResults, size: int | None, rng: np.random.Generator)
         per_step=len(collectives),
         skew_s=float(np.median(results.column("skew_s")[keep])),
         transfer_s=transfer,
+        compressed_s=median(compressed(results)[keep], rng) if results.compressed else None,
         algbw_bytes_per_s=algbw,
         busbw_bytes_per_s=None if algbw is None else algbw.scaled(bus_factor(asked.collective, asked.ranks)),
     )
@@ -233,6 +242,11 @@ def _notes(rows: Sequence[TimesRow], overall: TimesRow, ranks: Sequence[RankRow]
             f"The ranks arrive {1000 * skew_s:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
             f"most of the delay is waiting for late ranks, not transfer; rank {latest.rank} comes last most often, in "
             f"{share_text(latest.latest)}."
+        )
+    if overall.compressed_s is not None:
+        notes.append(
+            f"{asked.compression} is in its delays with all that it costs: rounding or packing on a core of each rank, "
+            "its collectives, and unpacking."
         )
     if not asked.check:
         notes.append("The results of the collectives were not checked (--no-check).")

@@ -31,6 +31,9 @@ EXACT: dict[str, int] = {
     **{name: int(np.iinfo(name).max) for name in ("int8", "uint8", "int16", "uint16", "int32", "int64")},
 }
 """Up to here a type holds every whole number from 0 on."""
+ROUNDING = {"none": 0.0, "fp16": 2**-11, "bf16": 2**-8, "int8": 6 / 127}
+"""Of the largest number and by rank: how far a sum may be off. Halves round each sum on the way; int8 twice, and then
+adds what was lost before."""
 _MOST_VALUES = 251
 _BLOCK = 1 << 20
 _MIXER = 2654435761  # Knuth, The Art of Computer Programming 3 (1998), section 6.4: multiplicative hashing
@@ -93,12 +96,16 @@ class Values:
             return np.concatenate([self._looked_up(of_sender, own) for of_sender in numbers])
         return self._looked_up(np.sum(numbers, axis=0), self._mixed)
 
-    def wrong(self, result: NDArray[Any], rank: int, trial: int) -> str | None:
-        """The first element of a rank's result that is not what it must be, in words; None when all are right."""
+    def wrong(self, result: NDArray[Any], rank: int, trial: int, compression: str = "none") -> str | None:
+        """The first element of a rank's result that is not what it must be, in words; None when all are right.
+
+        What was compressed may be off by its ``ROUNDING``.
+        """
         expected = self.expected(rank, trial)
         if result.shape != expected.shape:
             return f"it has {len(result)} elements, expected {len(expected)}"
-        differ = result != expected
+        most = ROUNDING[compression] * self._modulus * self._ranks * (1 if compression == "int8" else self._ranks)
+        differ = ~(np.abs(result - expected) <= most) if most else result != expected
         if not differ.any():
             return None
         index = int(np.argmax(differ))

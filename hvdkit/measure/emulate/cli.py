@@ -29,7 +29,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.launch import options
 from hvdkit.measure.emulate import results, run
 from hvdkit.measure.emulate.analysis import analyse
-from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
+from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES, ROUNDING
 from hvdkit.measure.emulate.plan import DTYPES, PER, TRIALS, plan_of
 from hvdkit.measure.emulate.show import draw, page, plan_page
 
@@ -128,6 +128,12 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
         "(ring), torch.distributed (torch: NCCL where there are GPUs, else Gloo; or name one of the two).",
     ),
     click.option("--collective", type=click.Choice(COLLECTIVES), default=ALLREDUCE),
+    click.option(
+        "--compression",
+        type=click.Choice(list(ROUNDING)),
+        default="none",
+        help="Replay each step once more in fewer bytes, as distribute(compression=) sends it, beside none.",
+    ),
     click.option(
         "--fusion",
         type=click.Choice(["on", "off"]),

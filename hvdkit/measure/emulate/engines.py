@@ -18,13 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.core import communicator
-from hvdkit.core.communicator import OverHorovod, OverMpi, shares
+from hvdkit.core.communicator import OverHorovod, OverMpi, PendingCollective, shares
+from hvdkit.core.compression import Packing, new_packing
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
 from hvdkit.measure.emulate import check, ring
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, storage
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, EmulateAsked
 from hvdkit.steps import bootstrap, device, launchers, starting
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.torch_tensors import sends_bfloat16
 
 _TORCH_TYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 TYPES = {
@@ -40,6 +43,7 @@ _TORCH = "run \"pip install 'hvdkit[torch]'\""
 _MPI = "run \"pip install 'hvdkit[mpi]'\", with the MPI that starts the ranks loaded"
 _MISSING = {HOROVOD: "run 'hvdkit install' where PyTorch is, or use --engine mpi", MPI: _MPI, RING: _MPI}
 _WAIT_S = 120.0
+_HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 _COLLECTIVES = {
     ALLREDUCE: communicator.ALLREDUCE,
     REDUCE_SCATTER: communicator.REDUCESCATTER,
@@ -79,6 +83,8 @@ class Engine:
         close: leaves the others; nothing can be done afterwards.
         overlaps: all operations of a step are started before the first one is finished.
         notes: what a reader of the numbers should know, full sentences.
+        compressed: makes what carries out an allreduce by a word of ``distribute(compression=)`` other than "none"; as
+            ``operation``, with that word in the place of the collective.
     """
 
     rank: int
@@ -88,6 +94,7 @@ class Engine:
     close: Callable[[], object]
     overlaps: bool = False
     notes: tuple[str, ...] = ()
+    compressed: Callable[[int, str, int, str], CollectiveOperation] | None = None
 
 
 def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
@@ -102,6 +109,11 @@ def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
             "An all-to-all over a ring would send every block through all the ranks between; use --engine mpi, or "
             "another --collective."
         )
+    if asked.compression != "none" and (asked.engine == RING or asked.collective != ALLREDUCE):
+        raise InvalidArgumentError(
+            f"--compression {asked.compression} replays allreduces over other engines than the ring, got --engine "
+            f"{asked.engine} --collective {asked.collective}; use --engine mpi, or leave it out."
+        )
     known = TYPES[asked.engine]
     for one in plan.collectives:
         if one.dtype not in known:
@@ -111,6 +123,11 @@ def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
                 f"{' or '.join(others)}, or one of {', '.join(known)}."
             )
         check.largest(asked.collective, one.dtype, asked.ranks, check=asked.check)
+        if asked.compression != "none" and one.dtype not in ("float32", "float64"):
+            raise InvalidArgumentError(
+                f"{one.name!r} is {one.dtype}, and --compression {asked.compression} is for float32 and float64; leave "
+                "it out, or use such sizes."
+            )
 
 
 def connect(asked: EmulateAsked, folder: Path) -> Engine:
@@ -150,6 +167,24 @@ def _options(collective: str, elements: int, size: int) -> dict[str, Any]:
     return options.get(collective, {})
 
 
+def packed(
+    start: Callable[[str, NDArray[Any], str], PendingCollective], packing: Packing, dtype: str, name: str
+) -> CollectiveOperation:
+    """An allreduce of packed numbers (``core.compression``); ``start`` begins an alltoall or allgather of rows."""
+    values = np.empty(packing.length, dtype)
+
+    def finish(rows: PendingCollective) -> NDArray[Any]:
+        mine = packing.add_up(rows.wait(), 1.0)
+        packing.unpack(start(communicator.ALLGATHER, mine[None], f"{name}.mean").wait(), values)
+        return values
+
+    return CollectiveOperation(
+        load=lambda given: np.copyto(values, given),
+        start=lambda: start(communicator.ALLTOALL, packing.pack(values), f"{name}.parts"),
+        finish=finish,
+    )
+
+
 def over_horovod(asked: EmulateAsked) -> Engine:
     """Horovod on PyTorch's tensors in main memory, started as a training would.
 
@@ -174,7 +209,24 @@ def over_horovod(asked: EmulateAsked) -> Engine:
             finish=finish,
         )
 
-    return Engine(world.rank, world.size, operation, hvd.barrier, hvd.shutdown, overlaps=asked.fusion)
+    def compressed(index: int, compression: str, elements: int, dtype: str) -> CollectiveOperation:
+        name, size = f"hvdkit.emulate.{compression}.{index}", world.size
+        if compression == "int8":
+            packing = new_packing(compression, [(name, elements)], world.rank, size, saves=False)
+            return packed(ranks.start, packing, dtype, name)
+        GradientOptions(compression=compression).require_possible(
+            size, all_ranks=True, over_mpi=False, adds_bfloat16=sends_bfloat16("cpu", size)
+        )
+        torch: Any = importlib.import_module("torch")
+        wide, half = torch.from_numpy(np.empty(elements, dtype)), getattr(torch, _HALVES[compression])
+        return CollectiveOperation(
+            load=lambda values: np.copyto(wide.numpy(), values),
+            start=lambda: hvd.allreduce_async_(wide.to(half), name=name, op=hvd.Sum),
+            finish=lambda handle: wide.copy_(hvd.synchronize(handle)).numpy(),
+        )
+
+    close = hvd.shutdown
+    return Engine(world.rank, world.size, operation, hvd.barrier, close, overlaps=asked.fusion, compressed=compressed)
 
 
 def over_mpi(asked: EmulateAsked) -> Engine:
@@ -214,7 +266,11 @@ def over_mpi(asked: EmulateAsked) -> Engine:
 
         return CollectiveOperation(load=lambda values: np.copyto(given, values), finish=finish)
 
-    return Engine(rank, size, operation, comm.Barrier, library.Finalize)
+    def compressed(index: int, compression: str, elements: int, dtype: str) -> CollectiveOperation:
+        packing = new_packing(compression, [(str(index), elements)], rank, size, dtype=dtype, saves=False)
+        return packed(ranks.start, packing, dtype, str(index))  # MPI adds up none of these types
+
+    return Engine(rank, size, operation, comm.Barrier, library.Finalize, compressed=compressed)
 
 
 def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
@@ -281,8 +337,33 @@ def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
 
         return CollectiveOperation(load, finish, as_array=as_array)
 
+    def start(collective: str, rows: NDArray[Any], name: str) -> PendingCollective:  # noqa: ARG001
+        given = torch.from_numpy(rows).to(place)
+        got = torch.empty((size, *given.shape[1:]), dtype=given.dtype, device=place)
+        gathers = collective == communicator.ALLGATHER
+        (distributed.all_gather_into_tensor if gathers else distributed.all_to_all_single)(got, given)
+        return PendingCollective(lambda: True, lambda: got.cpu().numpy())
+
+    def compressed(index: int, compression: str, elements: int, dtype: str) -> CollectiveOperation:
+        if compression == "int8":
+            packing = new_packing(compression, [(str(index), elements)], rank, size, saves=False)
+            return packed(start, packing, dtype, str(index))
+        wide = torch.from_numpy(np.empty(elements, dtype)).to(place)
+
+        def finish(_: Any) -> Any:
+            sent = wide.to(getattr(torch, _HALVES[compression]))
+            distributed.all_reduce(sent)
+            wide.copy_(sent)
+            wait()
+            return wide
+
+        return CollectiveOperation(
+            lambda values: wide.copy_(torch.from_numpy(values)), finish, as_array=lambda output: output.cpu().numpy()
+        )
+
     notes = (f"torch.distributed used {backend}.",)
-    return Engine(rank, size, operation, distributed.barrier, distributed.destroy_process_group, notes=notes)
+    leave = distributed.destroy_process_group
+    return Engine(rank, size, operation, distributed.barrier, leave, notes=notes, compressed=compressed)
 
 
 def _interface(store: Any, rank: int, size: int) -> str:

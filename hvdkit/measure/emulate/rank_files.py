@@ -94,13 +94,14 @@ class Joined:
     """What a job left.
 
     Attributes:
-        samples: of the trials that all ranks have finished.
+        samples, compressed: of the trials that all ranks have finished.
         placed: how many ranks each host had; empty where not every rank said.
         notes: full sentences.
         failed: the rank that ended the job with an error, None without one; a wrong result before others.
     """
 
     samples: list[Sample] = field(default_factory=list)
+    compressed: list[Sample] = field(default_factory=list)
     placed: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
     failed: RankRecord | None = None
@@ -134,7 +135,8 @@ def join(folder: Path, job: EmulateResults) -> Joined:
         if asked.collective == BROADCAST:
             how = "the whole delay of a broadcast counts as transfer"
         joined.notes.append(f"The clocks of several machines are not compared: {how}.")
-    arrived, done = _times(folder, asked.ranks, len(collectives))
+    count = len(collectives)
+    arrived, done = _times(folder, asked.ranks, count * (1 if asked.compression == "none" else 2))
     own = done - arrived
     if one_clock:
         skew = arrived.max(axis=0) - arrived.min(axis=0)
@@ -142,20 +144,19 @@ def join(folder: Path, job: EmulateResults) -> Joined:
     else:
         transfer = own.max(axis=0) if asked.collective == BROADCAST else own.min(axis=0)
         skew = own.max(axis=0) - transfer
-    joined.samples = [
-        Sample(
+    for trial, index in np.ndindex(skew.shape):
+        ranks_s = tuple(np.round(own[:, trial, index], _DIGITS).tolist())
+        sample = Sample(
             trial=trial,
-            index=index,
-            nbytes=collectives[index].nbytes,
+            index=index % count,
+            nbytes=collectives[index % count].nbytes,
             skew_s=round(float(skew[trial, index]), _DIGITS),
             transfer_s=round(float(transfer[trial, index]), _DIGITS),
             slowest_s=max(ranks_s),
             slowest_rank=ranks_s.index(max(ranks_s)),
             ranks_s=ranks_s,
         )
-        for trial, index in np.ndindex(skew.shape)
-        for ranks_s in [tuple(np.round(own[:, trial, index], _DIGITS).tolist())]
-    ]
+        (joined.samples if index < count else joined.compressed).append(sample)
     return joined
 
 

@@ -48,6 +48,7 @@ class EmulateAsked(Part, frozen=True):
         straggler_s: seconds by which a rank came late, by rank.
         delay: random delays.
         settings: variables of Horovod that were given with --env.
+        compression: in which the allreduces of a step were done once more, after those with none; else "none".
     """
 
     engine: str
@@ -61,6 +62,7 @@ class EmulateAsked(Part, frozen=True):
     straggler_s: dict[int, Seconds] = msgspec.field(default_factory=dict)
     delay: Delay | None = None
     settings: dict[str, str] = msgspec.field(default_factory=dict)
+    compression: str = "none"
 
 
 class Sample(Part, frozen=True, rename={"nbytes": "size"}):
@@ -96,6 +98,7 @@ class EmulateResults(Document, frozen=True):
         notes: what a reader of the numbers should know, full sentences.
         plan: what was replayed, as "emulate-plan" without its head.
         samples: in the order of trials and of the plan.
+        compressed: the same collectives of the same trials with ``asked.compression``; empty without one.
     """
 
     kind = "emulate-results"
@@ -107,10 +110,13 @@ class EmulateResults(Document, frozen=True):
     notes: list[str]
     plan: ReplayPlan
     samples: list[Sample]
+    compressed: list[Sample] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         collectives, ranks = self.plan.collectives, self.asked.ranks
-        for place, sample in enumerate(self.samples):
+        if len(self.compressed) != len(self.samples) * (self.asked.compression != "none"):
+            raise ValueError(f"compressed has {len(self.compressed)} samples, and samples {len(self.samples)}")
+        for place, sample in enumerate((*self.samples, *self.compressed)):
             if (
                 len(sample.ranks_s) != ranks
                 or sample.slowest_rank >= ranks

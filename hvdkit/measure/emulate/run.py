@@ -39,6 +39,7 @@ def measure(
     *,
     engine: str,
     collective: str,
+    compression: str,
     fusion: str | None,
     warmup_trials: int,
     check: bool,
@@ -54,6 +55,7 @@ def measure(
         n: how many ranks.
         engine: one of ``results.ENGINES``.
         collective: one of ``check.COLLECTIVES``.
+        compression: see ``EmulateAsked``.
         fusion: "on", "off", or None for Horovod's own way.
         warmup_trials, check: see ``EmulateAsked``.
         straggler: words ``RANK:MS``.
@@ -96,6 +98,7 @@ def measure(
         warmup_trials=warmup_trials,
         straggler_s=_stragglers(straggler, n),
         delay=None if delay is None else _delay(delay, n),
+        compression=compression,
         settings={name: value for name, value in where["variables"].items() if name.startswith("HOROVOD_")},
     )
     engines.refuse(asked, plan)
@@ -124,7 +127,7 @@ def measure(
     if finished < plan.trials:
         why = "It was interrupted" if failure is None else "The job failed"
         job.notes.append(f"{why}: {finished} of {plan.trials} trials were measured by all ranks.")
-    return structs.replace(job, asked=asked, samples=joined.samples), status, failure
+    return structs.replace(job, asked=asked, samples=joined.samples, compressed=joined.compressed), status, failure
 
 
 def _run(

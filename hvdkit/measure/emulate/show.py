@@ -32,24 +32,34 @@ def page(results: EmulateResults, analysis: EmulateSummary) -> Page:
         rows.append(("step", analysis.step))
         overlaps = "the longest of its collectives' delays, which overlap"
         note += f"; a step is {overlaps if asked.fusion else 'the sum of its delays'}"
+    names = ["bytes", "samples", "p50", "p90", "p99", "p99.9", "max", "skew", "transfer", "algbw GB/s", "busbw GB/s"]
+    cells = [
+        [
+            name,
+            row.samples,
+            *map(_ms, (row.p50_s, row.p90_s, row.p99_s, row.p999_s, row.max_s, row.skew_s)),
+            None if row.transfer_s is None else _ms(row.transfer_s.value),
+            None if row.algbw_bytes_per_s is None else f"{row.algbw_bytes_per_s.value / 1e9:.4g}",
+            None if row.busbw_bytes_per_s is None else interval_text(row.busbw_bytes_per_s.scaled(1e-9), _DIGITS),
+        ]
+        for name, row in rows
+    ]
+    if asked.compression != "none":
+        names.insert(3, f"p50 {asked.compression}")
+        for line, (_, row) in zip(cells, rows, strict=True):
+            line.insert(3, _ms(row.compressed_s))
     times = Table(
         f"{asked.collective}, engine {asked.engine}, {ranks_text(asked.ranks)}, {analysis.trials} trials: delay of "
         "the slowest rank in ms, with the median's 95% interval",
-        ("bytes", "samples", "p50", "p90", "p99", "p99.9", "max", "skew", "transfer", "algbw GB/s", "busbw GB/s"),
-        [
-            [
-                name,
-                row.samples,
-                *map(_ms, (row.p50_s, row.p90_s, row.p99_s, row.p999_s, row.max_s, row.skew_s)),
-                None if row.transfer_s is None else _ms(row.transfer_s.value),
-                None if row.algbw_bytes_per_s is None else f"{row.algbw_bytes_per_s.value / 1e9:.4g}",
-                None if row.busbw_bytes_per_s is None else interval_text(row.busbw_bytes_per_s.scaled(1e-9), _DIGITS),
-            ]
-            for name, row in rows
-        ],
+        names,
+        cells,
         note=f"{note}.",
     )
     parts: list[Table | str] = [times]
+    whole = analysis.step
+    if whole is not None and whole.compressed_s is not None and whole.p50_s.value > 0:
+        ratio = whole.compressed_s.value / whole.p50_s.value
+        parts.append(f"With {asked.compression} a step takes {ratio:.3g} times as long as with none.")
     if len(analysis.ranks) > 1:
         slowest = max(analysis.ranks, key=lambda row: row.slowest)
         latest = max(analysis.ranks, key=lambda row: row.latest)

@@ -82,9 +82,17 @@ def replay(
         values = [
             Values(asked.collective, one.elements, one.dtype, asked.ranks, check=asked.check) for one in collectives
         ]
-        operations = [
-            engine.operation(index, asked.collective, one.elements, one.dtype) for index, one in enumerate(collectives)
-        ]
+        rounds = {
+            "none": [
+                engine.operation(index, asked.collective, one.elements, one.dtype)
+                for index, one in enumerate(collectives)
+            ]
+        }
+        if asked.compression != "none" and engine.compressed is not None:
+            rounds[asked.compression] = [
+                engine.compressed(index, asked.compression, one.elements, one.dtype)
+                for index, one in enumerate(collectives)
+            ]
     except MemoryError as error:
         raise InvalidArgumentError(
             f"Rank {engine.rank} has no memory for the {plan.nbytes} bytes of a step ({error}); replay smaller "
@@ -95,37 +103,39 @@ def replay(
     rng = np.random.default_rng([0, engine.rank])
     for trial in range(-asked.warmup_trials, plan.trials):
         number = trial + asked.warmup_trials
-        for operation, own in zip(operations, values, strict=True):
-            operation.load(own.given(engine.rank, number))
-        arrived, done, started, results = [], [], [], []
-        engine.barrier()
-        for operation, one in zip(operations, collectives, strict=True):
-            late_s = always
-            if delay is not None and rng.random() < delay.probability:
-                late_s += float(rng.exponential(delay.mean_s))
-            if one.gap_s > 0:
-                _compute(one.gap_s)
-            if late_s > 0:
-                time.sleep(late_s)
-            arrived.append(time.monotonic())
-            started.append(operation.start())
-            if not engine.overlaps:
-                results.append(operation.finish(started[-1]))
-                done.append(time.monotonic())
-        if engine.overlaps:  # as in a training: all is given away before the first is waited for
-            for operation, handle in zip(operations, started, strict=True):
-                results.append(operation.finish(handle))
-                done.append(time.monotonic())
-        if asked.check:
-            for index, (operation, own, result) in enumerate(zip(operations, values, results, strict=True)):
-                wrong = own.wrong(operation.as_array(result), engine.rank, number)
+        arrived, done = list[float](), list[float]()
+        for compression, operations in rounds.items():
+            for operation, own in zip(operations, values, strict=True):
+                operation.load(own.given(engine.rank, number))
+            started, results = [], []
+            engine.barrier()
+            for operation, one in zip(operations, collectives, strict=True):
+                late_s = always
+                if delay is not None and rng.random() < delay.probability:
+                    late_s += float(rng.exponential(delay.mean_s))
+                if one.gap_s > 0:
+                    _compute(one.gap_s)
+                if late_s > 0:
+                    time.sleep(late_s)
+                arrived.append(time.monotonic())
+                started.append(operation.start())
+                if not engine.overlaps:
+                    results.append(operation.finish(started[-1]))
+                    done.append(time.monotonic())
+            if engine.overlaps:  # as in a training: all is given away before the first is waited for
+                for operation, handle in zip(operations, started, strict=True):
+                    results.append(operation.finish(handle))
+                    done.append(time.monotonic())
+            for index, own in enumerate(values if asked.check else ()):
+                got = operations[index].as_array(results[index])
+                wrong = own.wrong(got, engine.rank, number, compression)
                 if wrong is not None:
-                    one = collectives[index]
+                    one, sent = collectives[index], "" if compression == "none" else f" with {compression}"
                     when = f"trial {trial}" if trial >= 0 else "the warm-up"
                     raise WrongResultError(
                         f"Rank {engine.rank} got a wrong result of {asked.collective} {index} ({one.name}, "
-                        f"{one.nbytes} bytes of {one.dtype}) in {when}: {wrong}. Engine {asked.engine} cannot be "
-                        "trusted here."
+                        f"{one.nbytes} bytes of {one.dtype}){sent} in {when}: {wrong}. Engine {asked.engine} cannot "
+                        "be trusted here."
                     )
         if trial >= 0:
             keep(arrived, done)

@@ -36,7 +36,7 @@ SHOWN: dict[str, str] = {}
 """What is said of a gradient to those who look on, by place and name, and what is shown of it."""
 ROWS: dict[str, Any] = {}
 """The type of the indices of the gradients that this rank has had as ``tf.IndexedSlices``."""
-TRIALS: dict[Any, auto.CompressionTrial] = {}
+TRIALS: dict[Any, GraphTrial] = {}
 """By the name of some gradients, how they are reduced and their shapes; eagerly and in every graph."""
 
 
@@ -422,22 +422,49 @@ def _kinds(reduction: Reduction) -> tuple[str, ...]:
     return auto.kinds_of(bfloat16=reduction.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16())
 
 
+class GraphTrial(auto.CompressionTrial):
+    """Tells graphs what was chosen, so that they ask Python no more.
+
+    Args:
+        kinds: see ``CompressionTrial``.
+    Attributes:
+        chosen: int32 (), its place among the kinds; -1 until it is over.
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self.chosen = tf.Variable(-1, trainable=False)
+        super().__init__(kinds)
+
+    def start(self) -> None:
+        super().start()
+        with tf.init_scope():
+            self.chosen.assign(-1)
+
+
 def _turn(tensors: Sequence[Any], name: str, reduction: Reduction) -> Any:
     """The place among ``_kinds`` of how gradients travel in this step, int32 ()."""
     kinds, ranks = _kinds(reduction), OverHorovod(hvd, tf.constant, reduction.process_set)
     key = name, reduction, *(str(one.shape) for one in tensors)
+    if key not in TRIALS:
+        TRIALS[key] = GraphTrial(kinds)
+    trial = TRIALS[key]
 
     def turn() -> Any:
-        if key not in TRIALS:
-            TRIALS[key] = auto.CompressionTrial(kinds)
-        trial = TRIALS[key]
-        if trial.turn(ranks) and trial.kind != "int8":
+        decided, place = trial.turn(ranks), kinds.index(trial.kind)
+        if decided:
+            trial.chosen.assign(place)
+        if decided and trial.kind != "int8":
             compression.drop(f"{name}.")
-        return np.int32(kinds.index(trial.kind))
+        return np.int32(place)
+
+    def asked() -> Any:
+        return tf.ensure_shape(tf.numpy_function(turn, [], tf.int32, name="hvdkit_turn"), [])
 
     waits = list(tensors) if reduction.groups == 1 else []  # of several groups the first ones leave before the last
     with tf.control_dependencies(tf.nest.flatten(waits, expand_composites=True)):
-        return tf.ensure_shape(tf.numpy_function(turn, [], tf.int32, name="hvdkit_turn"), [])
+        chosen = trial.chosen.read_value()
+        return tf.cond(chosen < 0, asked, lambda: chosen)
 
 
 def _as_tried(turn: Any, tensors: list[Any], name: str, reduction: Reduction, *, has_word: bool) -> list[Any]:

@@ -133,6 +133,7 @@ def check(hk: Any, world: Any, everyone: Any, monkeypatch: Any, how: str, second
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hvdkit").addHandler(handler)
     if averaging := sys.modules.get("hvdkit.tensorflow.optimizer"):
+        averaging._function.cache_clear()
         averaging.TRIALS.clear()  # of the case before, whose gradients had the same names
     try:
         mean = mean_of(hk, world, how)

@@ -177,3 +177,29 @@ def test_graphs_follow_the_choice(hk, world, everyone, monkeypatch, how, seconds
 @on_ranks("arrays", n=(2, 3), mpi=True)
 def test_arrays_follow_the_choice(hk, world, everyone, monkeypatch, how, seconds, wanted):
     check(hk, world, everyone, monkeypatch, how, seconds, wanted)
+
+
+@on_ranks("tensorflow", n=2)
+def test_a_loop_of_a_graph_takes_turns(hk, world, monkeypatch):
+    """One call of a function is the whole trial, and the steps after it."""
+    import tensorflow as tf
+
+    from hvdkit.core import auto
+
+    monkeypatch.setattr(auto, "clock", Clock({"none": 1.0, "bf16": 0.5, "int8": 0.4}))
+    of_ranks = np.random.default_rng(0).uniform(-1, 1, (world.size, SIZE)).astype(np.float32)
+    variable, given = tf.Variable(tf.zeros(SIZE)), tf.constant(of_ranks[world.rank])
+
+    @tf.function
+    def train():
+        means = tf.TensorArray(tf.float32, STEPS + 7)
+        for step in tf.range(STEPS + 7):
+            with hk.distribute(tf.GradientTape(), compression="auto", groups=2) as tape:
+                target = tf.reduce_sum(variable * given)
+            means = means.write(step, tape.gradient(target, [variable])[0])
+        return means.stack()
+
+    errors = np.abs(train().numpy() - of_ranks.mean(axis=0)).max(axis=1)
+    for number, error in enumerate(errors):
+        lowest, highest = OFF[turn(number) if number <= STEPS else "int8"]
+        assert lowest <= error <= highest, (number, error)

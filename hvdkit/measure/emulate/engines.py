@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hvdkit.core import communicator
 from hvdkit.core.communicator import OverHorovod, OverMpi, PendingCollective, shares
-from hvdkit.core.compression import Packing, new_packing
+from hvdkit.core.compression import new_packing
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
 from hvdkit.measure.emulate import check, ring
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, storage
@@ -43,6 +43,7 @@ _TORCH = "run \"pip install 'hvdkit[torch]'\""
 _MPI = "run \"pip install 'hvdkit[mpi]'\", with the MPI that starts the ranks loaded"
 _MISSING = {HOROVOD: "run 'hvdkit install' where PyTorch is, or use --engine mpi", MPI: _MPI, RING: _MPI}
 _WAIT_S = 120.0
+_PACKED = 2**20  # numbers at once, as of a training in PyTorch
 _HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 _COLLECTIVES = {
     ALLREDUCE: communicator.ALLREDUCE,
@@ -168,19 +169,42 @@ def _options(collective: str, elements: int, size: int) -> dict[str, Any]:
 
 
 def packed(
-    start: Callable[[str, NDArray[Any], str], PendingCollective], packing: Packing, dtype: str, name: str
+    start: Callable[[str, NDArray[Any], str], PendingCollective],
+    name: str,
+    compression: str,
+    elements: int,
+    dtype: str,
+    rank: int,
+    ranks: int,
 ) -> CollectiveOperation:
-    """An allreduce of packed numbers (``core.compression``); ``start`` begins an alltoall or allgather of rows."""
-    values = np.empty(packing.length, dtype)
+    """An allreduce of packed numbers (``core.compression``), of which some are packed while those before travel.
 
-    def finish(rows: PendingCollective) -> NDArray[Any]:
-        mine = packing.add_up(rows.wait(), 1.0)
-        packing.unpack(start(communicator.ALLGATHER, mine[None], f"{name}.mean").wait(), values)
+    Args:
+        start: begins an alltoall or an allgather of rows, by a name.
+        name: of these numbers.
+        compression, elements, dtype: how they are packed, and what they are.
+        rank, ranks: this one, and their number.
+    """
+    values = np.empty(elements, dtype)
+    parts = [
+        (part, f"{name}.{at}", new_packing(compression, [(name, len(part))], rank, ranks, dtype=dtype, saves=False))
+        for at, part in enumerate(np.split(values, range(_PACKED, elements, _PACKED)))
+    ]
+
+    def finish(received: list[PendingCollective]) -> NDArray[Any]:
+        means = [
+            start(communicator.ALLGATHER, packing.add_up(rows.wait(), 1.0)[None], f"{called}.mean")
+            for rows, (_, called, packing) in zip(received, parts, strict=True)
+        ]
+        for mean, (part, _, packing) in zip(means, parts, strict=True):
+            packing.unpack(mean.wait(), part)
         return values
 
     return CollectiveOperation(
         load=lambda given: np.copyto(values, given),
-        start=lambda: start(communicator.ALLTOALL, packing.pack(values), f"{name}.parts"),
+        start=lambda: [
+            start(communicator.ALLTOALL, packing.pack(part), f"{called}.parts") for part, called, packing in parts
+        ],
         finish=finish,
     )
 
@@ -212,8 +236,7 @@ def over_horovod(asked: EmulateAsked) -> Engine:
     def compressed(index: int, compression: str, elements: int, dtype: str) -> CollectiveOperation:
         name, size = f"hvdkit.emulate.{compression}.{index}", world.size
         if compression == "int8":
-            packing = new_packing(compression, [(name, elements)], world.rank, size, saves=False)
-            return packed(ranks.start, packing, dtype, name)
+            return packed(ranks.start, name, compression, elements, dtype, world.rank, size)
         GradientOptions(compression=compression).require_possible(
             size, all_ranks=True, over_mpi=False, adds_bfloat16=sends_bfloat16("cpu", size)
         )
@@ -267,8 +290,8 @@ def over_mpi(asked: EmulateAsked) -> Engine:
         return CollectiveOperation(load=lambda values: np.copyto(given, values), finish=finish)
 
     def compressed(index: int, compression: str, elements: int, dtype: str) -> CollectiveOperation:
-        packing = new_packing(compression, [(str(index), elements)], rank, size, dtype=dtype, saves=False)
-        return packed(ranks.start, packing, dtype, str(index))  # MPI adds up none of these types
+        # MPI adds up none of these types
+        return packed(ranks.start, str(index), compression, elements, dtype, rank, size)
 
     return Engine(rank, size, operation, comm.Barrier, library.Finalize, compressed=compressed)
 
@@ -346,8 +369,7 @@ def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
 
     def compressed(index: int, compression: str, elements: int, dtype: str) -> CollectiveOperation:
         if compression == "int8":
-            packing = new_packing(compression, [(str(index), elements)], rank, size, saves=False)
-            return packed(start, packing, dtype, str(index))
+            return packed(start, str(index), compression, elements, dtype, rank, size)
         wide = torch.from_numpy(np.empty(elements, dtype)).to(place)
 
         def finish(_: Any) -> Any:

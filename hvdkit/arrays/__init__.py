@@ -35,11 +35,13 @@ from hvdkit.arrays import state as arrays_state
 from hvdkit.arrays.agreement import CheckAgreement, check_agreement
 from hvdkit.arrays.checkpoint import Checkpoints
 from hvdkit.arrays.optimizer import Pending, Reduce
+from hvdkit.arrays.outer import OuterSteps
 from hvdkit.arrays.seeds import seed_everything
 
 __all__ = [
     "CheckAgreement",
     "Checkpoints",
+    "OuterSteps",
     "Pending",
     "Reduce",
     "Topology",

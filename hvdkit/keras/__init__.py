@@ -17,6 +17,7 @@ from hvdkit.observe.monitor import begin_if_asked
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.outer import OuterOptions, average_weights
 from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
@@ -65,6 +66,7 @@ __all__ = [
     "Topology",
     "Warmup",
     "average_metrics",
+    "average_weights",
     "broadcast_state",
     "check_agreement",
     "distribute",
@@ -172,6 +174,11 @@ def distribute(
     backward_passes_per_step: int = 1,
     gradient_predivide_factor: float = 1.0,
     process_set: Any = None,
+    every: int | None = None,
+    outer: str = "nesterov",
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    outer_overlap: int = 0,
 ) -> Any:
     """Make an optimizer apply the mean of all ranks' gradients (step 4); returns the same object, its state kept.
 
@@ -197,11 +204,18 @@ def distribute(
         op, compression, gradient_predivide_factor: see ``GradientOptions``; not "adasum".
         backward_passes_per_step: 1; Keras accumulates by itself, with the optimizer's gradient_accumulation_steps.
         process_set: combine only over these ranks (``ProcessSet`` of the backend's Horovod); default: all.
+        every, outer, outer_lr, outer_momentum, outer_overlap: average gradients within a host (``process_set``, or
+            "rank"), and what the weights have become over all ranks every so many steps (DiLoCo), see
+            ``hvdkit.torch.distribute`` and docs/slow_networks.md; ``average_weights`` ends a window.
     Raises:
         InvalidArgumentError: bad options, a Keras 2 optimizer, one distributed already, or ``init`` was not called.
     """
-    options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    return averaging.distribute(optimizer, options, process_set)
+    if every is None:
+        options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
+        return averaging.distribute(optimizer, options, process_set)
+    outer_options = OuterOptions(every, outer, outer_lr, outer_momentum, outer_overlap, compression, op)
+    options = GradientOptions(op, "none", backward_passes_per_step, gradient_predivide_factor)
+    return averaging.distribute(optimizer, options, process_set, outer_options)
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------

@@ -9,19 +9,25 @@ import keras
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
-from hvdkit.keras.transport import TRANSPORT
+from hvdkit.keras.transport import TRANSPORT, common_names
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.tf_shared import keras_optimizer
+from hvdkit.steps.outer import OuterLoop, OuterOptions, group_of
+from hvdkit.tf_shared import keras_optimizer, keras_outer
 
 
-def distribute(optimizer: Any, options: GradientOptions, process_set: Any) -> Any:
+def distribute(optimizer: Any, options: GradientOptions, process_set: Any, outer: OuterOptions | None = None) -> Any:
     """See ``hvdkit.keras.distribute``."""
     keras_optimizer.require_keras_3(optimizer, keras.optimizers.Optimizer, "distribute")
     state.world()
     if options.op == "adasum":
         raise InvalidArgumentError("op='adasum' combines whole updates, which Keras does not expose; use op='average'.")
+    steps = None
+    if outer is not None:
+        process_set = group_of(state.world(), TRANSPORT, process_set, getattr(TRANSPORT, "hvd", None))
+        outer_steps = OuterLoop(keras_outer.with_accumulation(outer, optimizer), TRANSPORT)
+        steps = keras_outer.KerasOuterLoop(outer_steps, common_names)
     reduce, ranks = TRANSPORT.reducer(options, process_set)
-    return keras_optimizer.distribute_optimizer(optimizer, options, reduce, ranks)
+    return keras_optimizer.distribute_optimizer(optimizer, options, reduce, ranks, steps)
 
 
 def held_by(model: Any) -> dict[str, Any]:

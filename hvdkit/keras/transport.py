@@ -46,6 +46,7 @@ from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import agreement, passes, starting, torch_tensors
 from hvdkit.steps.gradients import GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.steps.launchers import is_elastic
+from hvdkit.steps.outer import ALONE
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared.keras_optimizer import Reduce
@@ -474,6 +475,8 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         return self._within_step
 
     def host_ranks(self, process_set: Any) -> Ranks:
+        if process_set is ALONE:
+            return (self.rank(),)
         if process_set is not None:
             raise InvalidArgumentError("process_set needs Horovod, and this process has mpi4py only; leave it out.")
         return None

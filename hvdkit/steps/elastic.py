@@ -13,7 +13,7 @@ import numpy as np
 from hvdkit.core import auto, listeners
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import learning_rate, passes, starting
+from hvdkit.steps import learning_rate, outer, passes, starting
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
@@ -135,6 +135,7 @@ class ElasticBase(ABC):
 
     def sync(self) -> None:
         """Called by Horovod when the ranks have met: all take the state of the one that has committed most."""
+        outer.forget()
         with self._peer_errors():
             everyone = self._ranks.allgather(np.array([self._commits], dtype=np.int64), "hvdkit.elastic.commits")
             commits = np.concatenate(everyone).tolist()

@@ -18,7 +18,7 @@ import numpy as np
 from hvdkit.core import compression, listeners
 from hvdkit.core.communicator import Alone, Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import launchers, passes
+from hvdkit.steps import launchers, outer, passes
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.lock import PATIENCE_S
 
@@ -148,16 +148,18 @@ class CheckpointsBase(ABC):
 
         An error is raised on every rank.
         """
+        passes.wait_for_steps()
+        of_outer_steps = outer.to_save()  # before anything else for which ranks wait that may be steps apart
         ranks = self._ranks()
         facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
-        passes.wait_for_steps()
         states, kept = self._random_states(model), compression.to_save(ranks)
 
         def on_disk(write: Write) -> Saved:
             def write_all(directory: Path) -> None:
                 self._write_random(directory, states)
-                if kept:
-                    np.savez(directory / _KEPT, allow_pickle=False, **kept)
+                for name, contents in ((_KEPT, kept), (_OUTER, of_outer_steps)):
+                    if contents:
+                        np.savez(directory / name, allow_pickle=False, **contents)
                 write(directory)
 
             return self._directory.save(step, write_all, facts, score)
@@ -189,7 +191,7 @@ class CheckpointsBase(ABC):
             if saved is None:
                 return None, None
             held.update(put=self._read(saved, model, optimizer, **options), extra=self._read_extra(saved.path))
-            held["kept"] = _read_kept(saved.path)
+            held.update(kept=_read_arrays(saved.path / _KEPT), outer=_read_arrays(saved.path / _OUTER))
             return saved, self._read_random(saved.path)
 
         saved, states = ranks.on_root(read)
@@ -203,7 +205,8 @@ class CheckpointsBase(ABC):
         ranks.together(require_fit)
         found = ranks.on_root(lambda: held["put"]()) or {}
         if optimizer is not None:
-            compression.restore(ranks.on_root(lambda: held["kept"]))
+            outer.restore(held.get("outer", {}))  # the root gives it to all when they begin
+            compression.restore(ranks.on_root(lambda: held["kept"]))  # after what kept some before is gone
         if optimizer is not None or loader is not None:
             listeners.restored(saved.step)
         return replace(saved, extra=self._broadcast_extra(held.get("extra")), **found), states
@@ -235,12 +238,11 @@ class CheckpointsBase(ABC):
             self._set_random_state(saved, model, states[self._ranks().rank()])
 
 
-_KEPT = "compression.npz"
+_KEPT, _OUTER = "compression.npz", "outer.npz"
 
 
-def _read_kept(directory: Path) -> dict[str, Any]:
-    """What ``compression.to_save`` returned; empty where there is no file."""
-    file = directory / _KEPT
+def _read_arrays(file: Path) -> dict[str, Any]:
+    """What ``to_save`` of compression or outer steps returned; empty where there is no file."""
     try:
         if not file.exists():
             return {}

@@ -18,6 +18,7 @@ from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.outer import OuterLoop, OuterOptions, average_weights, group_of
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -45,6 +46,8 @@ from hvdkit.tensorflow.elastic import ElasticState, run_elastic
 from hvdkit.tensorflow.loss import weighted_loss
 from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.seeds import seed_everything
+from hvdkit.tensorflow.state import RANKS
+from hvdkit.tensorflow.variables import numbered_names
 from hvdkit.tf_shared import tf_streams as streams
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "Topology",
     "average_metrics",
     "average_statistics",
+    "average_weights",
     "broadcast_state",
     "check_agreement",
     "distribute",
@@ -157,6 +161,11 @@ def distribute(
     groups: int = 1,
     sparse_as_dense: bool = False,
     process_set: Any = None,
+    every: int | None = None,
+    outer: str = "nesterov",
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    outer_overlap: int = 0,
 ) -> Any:
     """A tape whose ``gradient``, or an optimizer whose ``apply``, uses the mean of all ranks' gradients (step 4).
 
@@ -174,9 +183,21 @@ def distribute(
         sparse_as_dense: reduce ``tf.IndexedSlices`` (of an embedding) as dense tensors. Otherwise the ranks' rows are
             collected and those of the same index added, so that both ways give the same step.
         process_set: reduce only over these ranks (``horovod.tensorflow.ProcessSet``); default: all.
+        every, outer, outer_lr, outer_momentum, outer_overlap: (an optimizer) average gradients within a host
+            (``process_set``, or "rank"), and what the weights have become over all ranks every so many steps (DiLoCo),
+            see ``hvdkit.torch.distribute`` and docs/slow_networks.md; ``average_weights`` ends a window.
     Raises:
         InvalidArgumentError: bad options, something that is neither, or one that is distributed already.
     """
+    outer_options = None
+    if every is not None:
+        if isinstance(tape_or_optimizer, tf.GradientTape):
+            raise InvalidArgumentError(
+                "every= averages weights, which a tape does not change; distribute the optimizer."
+            )
+        outer_options = OuterOptions(every, outer, outer_lr, outer_momentum, outer_overlap, compression, op)
+        process_set = group_of(starting.of(hvd, ""), RANKS, process_set, hvd)
+        compression = "none"
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
     reduction = averaging.Reduction(options, groups, sparse_as_dense, process_set or hvd.global_process_set)
     if isinstance(tape_or_optimizer, averaging.DistributedTape):
@@ -188,7 +209,13 @@ def distribute(
         private.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
-        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members)
+        steps = None
+        if outer_options is not None:
+            from hvdkit.tf_shared import keras_outer
+
+            counted = keras_outer.with_accumulation(outer_options, tape_or_optimizer)
+            steps = keras_outer.KerasOuterLoop(OuterLoop(counted, RANKS), numbered_names)
+        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, steps)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(
             f"a tape holds one backward pass, got backward_passes_per_step={options.backward_passes_per_step}; add up "

@@ -8,6 +8,7 @@ averages and the overflow test of a loss scale, so that all of them see what one
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,12 +38,14 @@ class DistributeOptions:
             one, is told for which variables the optimizer is built.
         ranks: the ranks that take part; None: all.
         base: the user's own class.
+        outer: takes its outer steps, a ``KerasOuterLoop``; None: it has none.
     """
 
     options: GradientOptions
     reduce: Reduce
     ranks: tuple[int, ...] | None
     base: type
+    outer: Any = None
 
 
 def distribute_optimizer(
@@ -50,6 +53,7 @@ def distribute_optimizer(
     options: GradientOptions,
     reduce: Reduce,
     ranks: Sequence[int] | None = None,
+    outer: Any = None,
 ) -> Any:
     """Make ``optimizer`` combine gradients before it applies them; returns the same object, its state untouched.
 
@@ -62,6 +66,7 @@ def distribute_optimizer(
         reduce: see ``DistributeOptions``; it must be usable where the trainer calls it, inside ``tf.function`` or
             ``jax.jit`` too.
         ranks: see ``DistributeOptions``; for the messages of the checks, ``reduce`` itself decides.
+        outer: see there.
     Raises:
         InvalidArgumentError: not a Keras 3 optimizer, distributed already, or an option that Keras has itself.
     """
@@ -77,7 +82,7 @@ def distribute_optimizer(
             "optimizer, its gradients are averaged."
         )
     base = type(optimizer)
-    members = _overrides(DistributeOptions(options, reduce, None if ranks is None else tuple(ranks), base))
+    members = _overrides(DistributeOptions(options, reduce, None if ranks is None else tuple(ranks), base, outer))
     cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
     object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
     if optimizer.built and hasattr(reduce, "follow"):
@@ -168,7 +173,7 @@ def move_to_loss_scale(optimizer: Any) -> None:
         return
     distribution: DistributeOptions = inner._hvdkit_distribution
     object.__setattr__(inner, "__class__", distribution.base)
-    distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks)
+    distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks, distribution.outer)
 
 
 def require_keras_3(thing: Any, wanted: type, what: str) -> None:
@@ -202,12 +207,18 @@ def _overrides(distribution: DistributeOptions) -> dict[str, Any]:
         trainable_variables = None if trainable_variables is None else list(trainable_variables)
         # Given none, Keras takes those for which the optimizer was built.
         variables = trainable_variables or getattr(self, "_trainable_variables", [])
+        outermost = distribution.outer is not None and not self.__dict__.get("_hvdkit_applying", False)
         with _combined(self, grads, variables, distribution.reduce) as gradients:
-            return base.apply(self, gradients, trainable_variables)  # type: ignore[attr-defined]
+            step = functools.partial(base.apply, self, gradients, trainable_variables)  # type: ignore[attr-defined]
+            return distribution.outer.around(self, list(variables), step) if outermost else step()
 
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         with _combined(self, grads, list(self._trainable_variables), distribution.reduce) as gradients:
-            return base.stateless_apply(self, optimizer_variables, gradients, trainable_variables)  # type: ignore[attr-defined]
+            arguments = self, optimizer_variables, gradients, trainable_variables
+            step = functools.partial(base.stateless_apply, *arguments)  # type: ignore[attr-defined]
+            if distribution.outer is None:
+                return step()
+            return distribution.outer.around_stateless(self, trainable_variables, step)
 
     def build(self: Any, variables: Any) -> None:
         base.build(self, variables)  # type: ignore[attr-defined]

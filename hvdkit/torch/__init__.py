@@ -17,6 +17,7 @@ from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.outer import OuterOptions, average_weights, group_of
 from hvdkit.steps.topology import Topology
 
 try:
@@ -53,6 +54,7 @@ from hvdkit.torch.from_loader import Wanted
 from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
+from hvdkit.torch.outer import take_outer_steps
 from hvdkit.torch.seeds import seed_everything
 from hvdkit.torch.state import RANKS
 
@@ -64,6 +66,7 @@ __all__ = [
     "Topology",
     "average_metrics",
     "average_statistics",
+    "average_weights",
     "broadcast_state",
     "check_agreement",
     "distribute",
@@ -172,6 +175,11 @@ def distribute(
     sparse_as_dense: bool = False,
     process_set: Any = None,
     bucket_mb: float = 4,
+    every: int | None = None,
+    outer: str = "nesterov",
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    outer_overlap: int = 0,
 ) -> torch.optim.Optimizer:
     """From now on ``.grad`` is the mean over all ranks when ``backward()`` returns (step 4); returns the optimizer.
 
@@ -189,6 +197,10 @@ def distribute(
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: reduce only over these ranks (``horovod.torch.ProcessSet``); default: all.
         bucket_mb: a bucket leaves from so many MB (1,000,000 bytes) on, when its gradients are there.
+        every: average gradients among the ranks of a host alone (of ``process_set``; "rank": not at all), and what
+            the weights have become over all ranks every so many steps (DiLoCo). ``compression`` is then that of the
+            weights. It is another guarantee: see docs/slow_networks.md, and ``average_weights``.
+        outer, outer_lr, outer_momentum, outer_overlap: see ``hvdkit.steps.outer.OuterOptions``.
 
     With op="adasum" it returns Horovod's own optimizer instead, whose ``step`` combines what the ranks' steps would do.
 
@@ -197,9 +209,17 @@ def distribute(
             one whose gradient cannot travel. In ``backward``: a gradient of another kind than its parameter.
         AgreementError: in ``backward``, on every rank: the ranks train different parameters.
     """
-    options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
     layout = BucketLayout(bucket_mb, groups, sparse_as_dense)
-    return averaging.distributed(optimizer, model, options, layout, process_set)
+    if every is None:
+        options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
+        return averaging.distributed(optimizer, model, options, layout, process_set)
+    outer_options = OuterOptions(every, outer, outer_lr, outer_momentum, outer_overlap, compression, op)
+    options = GradientOptions(op, "none", backward_passes_per_step, gradient_predivide_factor)
+    made = averaging.distributed(
+        optimizer, model, options, layout, group_of(starting.of(hvd, ""), state.RANKS, process_set, hvd)
+    )
+    take_outer_steps(made, model, outer_options)
+    return made
 
 
 def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:

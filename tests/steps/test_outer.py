@@ -1,0 +1,284 @@
+"""Outer steps between groups of ranks (DiLoCo): against the formulas, with ranks that are threads of one process."""
+
+import re
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL, Communicator, PendingCollective
+from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.steps import outer
+from hvdkit.steps.outer import OuterLoop, OuterOptions, Weights
+from hvdkit.steps.topology import Topology
+
+
+class Room:
+    """Where threads meet, by the name of a collective and how often it was called."""
+
+    def __init__(self, size):
+        self.size, self.given, self.ready = size, {}, threading.Condition()
+
+    def meet(self, name, rank, array):
+        with self.ready:
+            self.given.setdefault(name, {})[rank] = np.array(array)
+            self.ready.notify_all()
+            assert self.ready.wait_for(lambda: len(self.given[name]) == self.size, timeout=20), name
+            return [self.given[name][other] for other in range(self.size)]
+
+
+class Threads(Communicator):
+    def __init__(self, room, rank):
+        self.room, self._rank, self.calls = room, rank, Counter()
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self.room.size
+
+    def start(self, collective, array, name, *, op="sum", root=0, counts=None):
+        name = re.sub(r"outer\.\d+", "outer", name)  # ranks of one process count together
+        self.calls[name] += 1
+        everyone = self.room.meet((name, self.calls[name]), self._rank, array)
+        if collective == ALLREDUCE:
+            found = np.sum(everyone, axis=0) if op == "sum" else np.min(everyone, axis=0)
+        elif collective == ALLGATHER:
+            found = np.concatenate(everyone)
+        elif collective == ALLTOALL:
+            found = np.stack([rows[self._rank] for rows in everyone])
+        else:
+            found = everyone[root]
+        return PendingCollective(lambda: True, lambda: found)
+
+    def broadcast_object(self, value, name):
+        raise NotImplementedError
+
+
+class Arrays(Weights):
+    def __init__(self, *arrays):
+        self.arrays = list(arrays)
+        self.rows = [f"w{place} float64 {array.shape}" for place, array in enumerate(arrays)]
+        self.sizes = [array.size for array in arrays]
+
+    def get(self, places):
+        return [self.arrays[place].copy() for place in places]
+
+    def put(self, places, values):
+        for place, value in zip(places, values, strict=True):
+            self.arrays[place][...] = value.reshape(self.arrays[place].shape)
+
+    def average_slots(self, mean):
+        pass
+
+
+def on_threads(size, program):
+    """What ``program(communicator)`` returns on each of so many ranks."""
+    room = Room(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: program(Threads(room, rank)), range(size)))
+
+
+def gradient(rank, step, weights):
+    """Each rank's pull is to a place of its own, and changes with the step."""
+    return weights - np.random.default_rng(100 * rank + step).normal(size=weights.shape)
+
+
+def trained(ranks, options, steps, *, finish=True, saved=None, begin=0, weights=None):
+    """Weights, and what the outer optimizer keeps, after so many steps of SGD on this rank."""
+    own = Arrays(np.linspace(-1, 1, 6).reshape(2, 3), np.ones(5)) if weights is None else weights
+    outer_steps = OuterLoop(options, ranks)
+    if saved is not None:
+        outer_steps.forget(saved)
+    outer_steps.begin(own)
+    for step in range(begin, begin + steps):
+        for array in own.arrays:
+            array -= 0.1 * gradient(ranks.rank(), step, array)
+        number, due = outer_steps.tick()
+        if due:
+            outer_steps.take(number)
+    if finish:
+        outer_steps.finish()
+    return own, outer_steps
+
+
+def reference(ranks, every, steps, lr, momentum):
+    """DiLoCo as algorithm 1 of arXiv:2311.08105 says it."""
+    anchor = np.concatenate([np.linspace(-1, 1, 6), np.ones(5)])
+    velocity = np.zeros_like(anchor)
+    replicas = [anchor.copy() for _ in range(ranks)]
+    for step in range(steps):
+        for rank, replica in enumerate(replicas):
+            for part, shape in ((replica[:6], (2, 3)), (replica[6:], (5,))):
+                part -= 0.1 * gradient(rank, step, part.reshape(shape)).reshape(-1)
+        if (step + 1) % every == 0:
+            mean = np.mean([anchor - replica for replica in replicas], axis=0)
+            velocity = momentum * velocity + mean
+            anchor = anchor - lr * (mean + momentum * velocity)
+            replicas = [anchor.copy() for _ in range(ranks)]
+    return np.mean(replicas, axis=0)
+
+
+def flat(weights):
+    return np.concatenate([array.reshape(-1) for array in weights.arrays])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("options", "lr", "momentum"),
+    [({}, 0.7, 0.9), ({"outer": "average"}, 1.0, 0.0), ({"lr": 0.5, "momentum": 0.3}, 0.5, 0.3)],
+)
+def test_as_published(size, options, lr, momentum):
+    found = on_threads(size, lambda ranks: flat(trained(ranks, OuterOptions(4, **options), 21)[0]))
+    assert all(np.array_equal(own, found[0]) for own in found)
+    np.testing.assert_allclose(found[0], reference(size, 4, 21, lr, momentum), rtol=0, atol=1e-12)
+
+
+def test_a_window_of_one_step_is_synchronous_sgd():
+    """SGD is linear in the gradient: the mean of the weights is the weights of the mean."""
+    found = on_threads(3, lambda ranks: flat(trained(ranks, OuterOptions(1, lr=1, momentum=0), 10)[0]))
+    weights = Arrays(np.linspace(-1, 1, 6).reshape(2, 3), np.ones(5))
+    for step in range(10):
+        for array in weights.arrays:
+            array -= 0.1 * np.mean([gradient(rank, step, array) for rank in range(3)], axis=0)
+    np.testing.assert_allclose(found[0], flat(weights), rtol=0, atol=1e-12)
+
+
+def test_fragments_that_travel_behind_steps(monkeypatch):
+    """Two fragments, half a window apart; each comes back two steps after it left, to half of what there is."""
+    monkeypatch.setattr(outer, "_FRAGMENT", 5)
+    found = on_threads(2, lambda ranks: flat(trained(ranks, OuterOptions(4, overlap=2), 13, finish=False)[0]))
+    parts = [slice(0, 6), slice(6, 11)]
+    anchor = np.concatenate([np.linspace(-1, 1, 6), np.ones(5)])
+    velocity, replicas = np.zeros_like(anchor), [anchor.copy(), anchor.copy()]
+    sent = {}
+    for step in range(1, 14):
+        for rank, replica in enumerate(replicas):
+            for part, shape in zip(parts, ((2, 3), (5,)), strict=True):
+                replica[part] -= 0.1 * gradient(rank, step - 1, replica[part].reshape(shape)).reshape(-1)
+        for number, part in enumerate(parts):
+            if step >= 4 + 2 * number and (step - 2 * number) % 4 == 0:
+                sent[number] = step, np.mean([anchor[part] - replica[part] for replica in replicas], axis=0)
+            if number in sent and sent[number][0] + 2 == step:
+                mean = sent[number][1]
+                velocity[part] = 0.9 * velocity[part] + mean
+                anchor[part] -= 0.7 * (mean + 0.9 * velocity[part])
+                for replica in replicas:
+                    replica[part] = (anchor[part] + replica[part]) / 2
+    for own, replica in zip(found, replicas, strict=True):
+        np.testing.assert_allclose(own, replica, rtol=0, atol=1e-12)
+    assert not np.allclose(found[0], found[1])
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("compression", ["none", "int8", "fp16"])
+def test_ranks_that_take_other_numbers_of_steps_end_alike(overlap, compression):
+    """The one with fewer takes part in the others' outer steps until all have ended."""
+    options = OuterOptions(3, overlap=overlap, compression=compression)
+    found = on_threads(3, lambda ranks: flat(trained(ranks, options, (5, 14, 9)[ranks.rank()])[0]))
+    assert all(np.array_equal(own, found[0]) for own in found)
+    assert np.isfinite(found[0]).all()
+
+
+def test_the_end_of_a_window_is_the_mean_and_sent_once():
+    def program(ranks):
+        own, outer_steps = trained(ranks, OuterOptions(5), 7, finish=False)
+        before = flat(own)
+        outer_steps.finish()
+        ended = flat(own)
+        calls = Counter(ranks.calls)
+        outer_steps.finish()
+        assert np.array_equal(flat(own), ended)
+        more = ranks.calls - calls
+        return before, ended, sorted(more)
+
+    (mine, ended, more), (other, *_) = on_threads(2, program)
+    np.testing.assert_allclose(ended, (mine + other) / 2, rtol=0, atol=1e-12)
+    assert more == [name for name in more if name.endswith(".word")] != []
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_training_goes_on_from_what_was_saved(overlap):
+    options = OuterOptions(3, overlap=overlap)
+
+    def whole(ranks):
+        own, outer_steps = trained(ranks, options, 8)
+        for step in range(8, 15):
+            for array in own.arrays:
+                array -= 0.1 * gradient(ranks.rank(), step, array)
+            number, due = outer_steps.tick()
+            if due:
+                outer_steps.take(number)
+        outer_steps.finish()
+        return flat(own)
+
+    def cut(ranks):
+        own, outer_steps = trained(ranks, options, 8)
+        saved = outer_steps.velocity() if ranks.rank() == 0 else {}  # the root alone has read them
+        weights = Arrays(*(array.copy() for array in own.arrays))
+        return flat(trained(ranks, options, 7, saved=saved, begin=8, weights=weights)[0])
+
+    np.testing.assert_array_equal(on_threads(2, whole), on_threads(2, cut))
+
+
+def test_ranks_that_begin_apart_are_told():
+    def program(ranks):
+        with pytest.raises(AgreementError, match=r"w1 differs between rank 0 and rank 1.*broadcast"):
+            OuterLoop(OuterOptions(3), ranks).begin(Arrays(np.zeros(3), np.full(2, float(ranks.rank()))))
+        return True
+
+    assert all(on_threads(2, program))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
+        ({"every": 2.5}, "every must be an integer"),
+        ({"outer": "adam"}, "outer must be one of nesterov, average, got 'adam'"),
+        ({"overlap": 30}, "outer_overlap=30 must be less than every=30"),
+        ({"lr": 0}, "outer_lr must be a positive, finite number"),
+        ({"momentum": 1}, "outer_momentum must be in 0 .. 1"),
+        ({"outer": "average", "momentum": 0.9}, "has no momentum"),
+        ({"compression": "auto"}, "compression"),
+        ({"op": "sum"}, "every= averages, but op is 'sum'"),
+    ],
+)
+def test_options_are_refused(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        OuterOptions(**{"every": 30, **options})
+
+
+class Hosts:
+    """Two hosts of two ranks each, as Horovod sees them."""
+
+    global_process_set = object()
+
+    def add_process_set(self, ranks):
+        return tuple(ranks)
+
+
+def group(size, local_size, process_set, horovod):
+    def program(ranks):
+        rank = ranks.rank()
+        places = rank % local_size, local_size, rank // local_size, size // local_size
+        return outer.group_of(Topology(rank, size, *places), ranks, process_set, horovod)
+
+    return on_threads(size, program)
+
+
+def test_groups_are_hosts(monkeypatch):
+    horovod = Hosts()
+    assert group(2, 1, None, horovod) == [outer.ALONE] * 2
+    assert group(3, 3, "rank", horovod) == [outer.ALONE] * 3
+    assert group(2, 2, None, horovod) == [horovod.global_process_set] * 2
+    with pytest.raises(InvalidArgumentError, match="HOROVOD_DYNAMIC_PROCESS_SETS=1"):
+        group(4, 2, None, horovod)
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    assert group(4, 2, None, horovod) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    with pytest.raises(InvalidArgumentError, match="mpi4py alone"):
+        group(2, 2, None, None)
+    with pytest.raises(InvalidArgumentError, match="'rank' or a ProcessSet"):
+        group(2, 1, "hosts", horovod)

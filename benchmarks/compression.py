@@ -132,8 +132,8 @@ def model_of(torch: Any, sizes: tuple[int, ...]) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(first, middle), torch.nn.ReLU(), torch.nn.Linear(middle, last))
 
 
-def step_of(torch: Any, model: Any, optimizer: Any, width: int) -> Any:
-    x = torch.randn(8, width)
+def step_of(torch: Any, model: Any, optimizer: Any, width: int, batch: int = 8) -> Any:
+    x = torch.randn(batch, width)
 
     def step() -> None:
         optimizer.zero_grad()

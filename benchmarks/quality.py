@@ -1,10 +1,13 @@
-"""What compressed gradients cost in quality: the final loss beside that of the same training with whole gradients.
+"""What fewer bytes cost in quality: the final loss beside that of the same training with whole gradients.
 
 Each model is trained by real ranks of this machine, for several seeds; a seed gives every variant the same first
 weights and the same batches. Printed is the test loss, and how much higher it is than with the first variant: the
 geometric mean over seeds and its 95 % interval by Student's t on the logarithms of the ratios.
 
     python benchmarks/quality.py [--models digits,text] [--seeds 5] [--steps 600] [-n 2] [-o FILE]
+    python benchmarks/quality.py --outer --steps 1500
+
+With --outer the variants are those of ``every=``, which begin after so many synchronous steps.
 """
 
 import argparse
@@ -21,8 +24,9 @@ from typing import Any
 from launch import ratio
 
 VARIANTS: tuple[dict[str, Any], ...] = ({}, {"compression": "bf16"}, {"compression": "int8"})
+OUTER: tuple[dict[str, Any], ...] = ({}, {"every": 30}, {"every": 30, "outer_overlap": 10, "compression": "int8"})
 """Arguments of ``hvdkit.torch.distribute``; the others are compared with the first."""
-RATE, WARM_UP, CONTEXT = 2e-3, 30, 48
+RATE, WARM_UP, SYNCHRONOUS, CONTEXT = 2e-3, 30, 300, 48
 
 
 def main() -> None:
@@ -30,6 +34,7 @@ def main() -> None:
     parser.add_argument("--models", default="digits,text", help="default %(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="at least 2 (default %(default)s)")
     parser.add_argument("--steps", type=int, default=600, help="of each training (default %(default)s)")
+    parser.add_argument("--outer", action="store_true", help=f"outer steps, after {SYNCHRONOUS} synchronous ones")
     parser.add_argument("-n", type=int, default=2, help="ranks (default %(default)s)")
     parser.add_argument("-o", "--output", type=Path, help="also write the losses as JSON")
     options = parser.parse_args()
@@ -67,10 +72,11 @@ def measure(options: argparse.Namespace) -> None:
     for model in options.models.split(","):
         task = {"digits": Digits, "text": Text}[model](torch)
         for seed in range(options.seeds):
-            for variant in VARIANTS:
+            for variant in OUTER if options.outer else VARIANTS:
                 name = ", ".join(f'{key}="{value}"' for key, value in variant.items()) or "none"
                 start = time.perf_counter()
-                loss = trained(torch, hk, task, options.steps, seed, world.rank, variant)
+                begin = SYNCHRONOUS if options.outer else 0
+                loss = trained(torch, hk, task, options.steps, seed, world.rank, variant, begin)
                 losses.setdefault(model, {}).setdefault(name, []).append(loss)
                 if world.is_root:
                     took = f"{time.perf_counter() - start:.0f} s"
@@ -79,18 +85,33 @@ def measure(options: argparse.Namespace) -> None:
         Path(os.environ["HVDKIT_QUALITY_RANK"]).write_text(json.dumps(losses))
 
 
-def trained(torch: Any, hk: Any, task: Any, steps: int, seed: int, rank: int, variant: dict[str, Any]) -> float:
-    """The test loss after a training by AdamW, whose rate warms up and falls to a tenth as a cosine."""
+def trained(
+    torch: Any, hk: Any, task: Any, steps: int, seed: int, rank: int, variant: dict[str, Any], begin: int
+) -> float:
+    """The test loss after a training by AdamW, whose rate warms up and falls to a tenth as a cosine.
+
+    Args:
+        begin: steps that are synchronous, before the variant.
+    """
     torch.manual_seed(seed)
-    model = task.model()
-    optimizer = hk.distribute(torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1), model, **variant)
     draw = torch.Generator().manual_seed(1000 * seed + rank)
+    model, optimizer = task.model(), None
     for step in range(1, steps + 1):
+        if optimizer is None or step == begin + 1:
+            before, model = (model, optimizer), task.model()
+            model.load_state_dict(before[0].state_dict())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+            if before[1] is not None:
+                optimizer.load_state_dict(before[1].state_dict())
+            own = {**variant, "process_set": "rank"} if "every" in variant else variant
+            hk.distribute(optimizer, model, **(own if step > begin else {}))
         falling = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = RATE * min(1, step / WARM_UP) * falling
         optimizer.zero_grad()
         task.loss(model, *task.batch(draw)).backward()
         optimizer.step()
+    if "every" in variant:
+        hk.average_weights()
     with torch.no_grad():
         return float(task.loss(model.eval(), *task.test))
 

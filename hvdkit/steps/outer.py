@@ -460,6 +460,11 @@ def average_weights() -> None:
     """
     if not _ALL:
         raise InvalidArgumentError("average_weights ends windows of distribute(every=...), and no optimizer has any.")
+    end_windows()
+
+
+def end_windows() -> None:
+    """As ``average_weights``, also where no optimizer has windows."""
     passes.wait_for_steps()
     for one in _in_use():
         one.finish()

@@ -18,7 +18,7 @@ from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.outer import OuterLoop, OuterOptions, average_weights, group_of
+from hvdkit.steps.outer import OuterLoop, OuterOptions, average_weights, end_windows, group_of
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -244,6 +244,7 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
         InvalidArgumentError: a root that is not a rank, a model that is not built, or a call inside ``tf.function``.
         AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
     """
+    end_windows()
     state.broadcast(model, optimizer, root)
     if optimizer is not None:
         state.count_steps(optimizer)

@@ -17,7 +17,7 @@ from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.outer import OuterOptions, average_weights, group_of
+from hvdkit.steps.outer import OuterOptions, average_weights, end_windows, group_of
 from hvdkit.steps.topology import Topology
 
 try:
@@ -268,6 +268,7 @@ def broadcast_state(
     state.require_torch(model, optimizer)
     if buffers not in ("once", "each step"):
         raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
+    end_windows()
     tell_how_many(RANKS, hvd.global_process_set)
     with COPIES.found_after(model):
         state.broadcast(model, optimizer, root)

@@ -77,6 +77,9 @@ TORCH = {
         "hk world epochs loader optimizer loss accuracy", "Path('runs/digits/metrics.jsonl').stat().st_size > 0"
     ),
     Place("profile.md", "Profiles"): Block("hk loader=many", "len(list(Path('profile').glob('trace-*-of-2*'))) == 2"),
+    Place("slow_networks.md", "every: weights instead of gradients"): Block(
+        "hk torch world model", "hk.check_agreement(model, None, world) is None and optimizer.state == {}"
+    ),
 }
 """On two ranks of PyTorch."""
 

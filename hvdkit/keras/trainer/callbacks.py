@@ -16,6 +16,7 @@ from hvdkit.keras.transport import TRANSPORT, HorovodTransport
 from hvdkit.observe.recording import TimelineSteps
 from hvdkit.observe.step_files import Recorder, recorder
 from hvdkit.steps import agreement
+from hvdkit.steps.outer import end_windows
 from hvdkit.tf_shared.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
 
 
@@ -113,6 +114,7 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
     world = state.world()
     if not 0 <= root < world.size:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {world.size - 1}, got {root}.")
+    end_windows()
     variables = state.model_variables(model)
     optimizers = meant_by(optimizer, model)
     if world.size > 1 and len(optimizers) > 1:

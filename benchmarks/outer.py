@@ -1,0 +1,105 @@
+"""The rate of a training with outer steps (``distribute(every=H)``) over a slow network, beside that of ranks alone.
+
+Two hosts are network namespaces of this machine with one rank each (root, Linux), as in compression.py. In each round
+each variant trains for two windows of H steps after one that warms up; the rate is that of the two.
+
+    python benchmarks/outer.py [--mbit 100] [--delay-ms 10] [--every 30] [--overlap 20] [--rounds 3]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from compression import delayed, model_of, step_of
+
+HERE = Path(__file__).resolve().parent
+SYNCHRONOUS_STEPS = 2  # each takes seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=100, help="rate of each host's link (default %(default)s)")
+    parser.add_argument("--delay-ms", type=float, default=10, help="of a packet each way (default %(default)s)")
+    parser.add_argument("--every", type=int, default=30, help="steps in a window (default %(default)s)")
+    parser.add_argument("--overlap", type=int, default=20, help="steps that a fragment travels (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=128, help="samples of a step on a rank (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    options = parser.parse_args()
+    if "HVDKIT_OUTER_RANK" in os.environ:
+        measure(options)
+        return
+    sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
+    import namespaces
+
+    if lacking := namespaces.missing():
+        sys.exit(f"outer.py: needs {', '.join(lacking)}")
+    namespaces.HOSTS, namespaces.RATE = 2, f"{options.mbit:g}mbit"
+    with tempfile.TemporaryDirectory() as directory:
+        hosts, found = namespaces.Hosts(Path(directory)), Path(directory) / "times.json"
+        environ = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "HVDKIT_OUTER_RANK": str(found)}
+        placed = ",".join(f"{name}:1" for name in hosts.names)
+        job = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--hosts", placed, "--launcher", "horovodrun"]
+        job += ["--env", "HVDKIT_OUTER_RANK", "--env", "OMP_NUM_THREADS", "--", sys.executable, str(HERE / "outer.py")]
+        hosts.start()
+        try:
+            with delayed(options, hosts):
+                argv = [*hosts.inside(0), *job, *sys.argv[1:]]
+                subprocess.run(argv, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
+        finally:
+            hosts.stop()
+        times = json.loads(found.read_text())
+    print(
+        f"2 hosts of one rank, {options.mbit:g} Mbit/s, {options.delay_ms:g} ms each way, 80 MB of weights, batch {options.batch}, Gloo"
+    )
+    print(f"{'':<44}{'step ms':>9}  share of the rate without communication, median [lowest, highest]")
+    for name, own in times.items():
+        shares = [alone / mine for alone, mine in zip(times["alone"], own, strict=True)]
+        spread = f"[{min(shares):.3f}, {max(shares):.3f}]"
+        print(f"{name:<44}{1e3 * statistics.median(own):>9.1f}  {statistics.median(shares):.3f} {spread}")
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+
+    import hvdkit.torch as hk
+
+    world = hk.init()
+    overlap = {"every": options.every, "outer_overlap": options.overlap, "process_set": "rank"}
+    variants: dict[str, dict[str, Any] | None] = {"alone": None, "synchronous": {}}
+    for given in (overlap, {**overlap, "compression": "int8"}):
+        variants[", ".join(f"{key}={value}" for key, value in given.items() if key != "process_set")] = given
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(options.rounds):
+        for name, given in variants.items():
+            model = model_of(torch, (4096, 4096, 800))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            if given is not None:
+                optimizer = hk.distribute(optimizer, model, **given)
+            step, windows = step_of(torch, model, optimizer, 4096, options.batch), options.every
+            if name == "synchronous":
+                windows = SYNCHRONOUS_STEPS
+            for _ in range(windows):
+                step()
+            hk.average_metrics({"turn": 0.0}, world)
+            start = time.perf_counter()
+            for _ in range(2 * windows):
+                step()
+            hk.average_metrics({"turn": 0.0}, world)
+            times[name].append((time.perf_counter() - start) / (2 * windows))
+            if world.is_root:
+                print(f"{name}: {1e3 * times[name][-1]:.1f} ms a step", file=sys.stderr, flush=True)
+            if given and "every" in given:
+                hk.average_weights()
+    if world.is_root:
+        Path(os.environ["HVDKIT_OUTER_RANK"]).write_text(json.dumps(times))
+
+
+if __name__ == "__main__":
+    main()

@@ -55,9 +55,8 @@ def main() -> None:
         finally:
             hosts.stop()
         times = json.loads(found.read_text())
-    print(
-        f"2 hosts of one rank, {options.mbit:g} Mbit/s, {options.delay_ms:g} ms each way, 80 MB of weights, batch {options.batch}, Gloo"
-    )
+    print(f"2 hosts of one rank, {options.mbit:g} Mbit/s, {options.delay_ms:g} ms each way, Gloo,")
+    print(f"80 MB of weights, batch {options.batch}")
     print(f"{'':<44}{'step ms':>9}  share of the rate without communication, median [lowest, highest]")
     for name, own in times.items():
         shares = [alone / mine for alone, mine in zip(times["alone"], own, strict=True)]

@@ -91,9 +91,7 @@ class OuterOptions:
             raise InvalidArgumentError(
                 f"outer='average' has no momentum, got outer_momentum={self.momentum!r}; use outer='nesterov'."
             )
-        usual_lr, usual_momentum = _DEFAULTS[self.outer]
-        lr = usual_lr if self.lr is None else finite("outer_lr", self.lr, positive=True)
-        momentum = usual_momentum if self.momentum is None else finite("outer_momentum", self.momentum)
+        _, momentum = self.rates()
         if not 0 <= momentum < 1:
             raise InvalidArgumentError(f"outer_momentum must be in 0 .. 1, without 1, got {momentum}.")
         every, overlap = whole("every", self.every, 1), whole("outer_overlap", self.overlap, 0)
@@ -101,8 +99,16 @@ class OuterOptions:
             raise InvalidArgumentError(
                 f"outer_overlap={overlap} must be less than every={every}: a fragment is back before it leaves again."
             )
-        for name, value in (("every", every), ("overlap", overlap), ("lr", lr), ("momentum", momentum)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "every", every)
+        object.__setattr__(self, "overlap", overlap)
+
+    def rates(self) -> tuple[float, float]:
+        """Learning rate and momentum of the outer optimizer."""
+        usual_lr, usual_momentum = _DEFAULTS[self.outer]
+        return (
+            usual_lr if self.lr is None else finite("outer_lr", self.lr, positive=True),
+            usual_momentum if self.momentum is None else finite("outer_momentum", self.momentum),
+        )
 
 
 class Weights(ABC):
@@ -122,7 +128,7 @@ class Weights(ABC):
 
     @abstractmethod
     def put(self, places: Sequence[int], values: Sequence[Array]) -> None:
-        """Set some; ``values`` are (size,) each."""
+        """Set some; ``values`` are (size,) each, and their memory changes afterwards."""
 
     @abstractmethod
     def average_slots(self, mean: Callable[[Array], Array]) -> None:
@@ -259,26 +265,38 @@ class OuterLoop:
         """Tell the ranks, at the beginning of a round, whether this one trains on, and whether its weights differ."""
         self._word = self._pool.submit(self._count, np.array([not finishing, self._steps != self._met], np.float64))
 
+    def _now(self, fragment: _Fragment) -> Array:
+        """This rank's weights, one after another, in new memory."""
+        values = [value.reshape(-1) for value in self.weights.get(fragment.places)]
+        return np.concatenate(values, dtype=fragment.anchor.dtype)
+
     def _launch(self, fragment: _Fragment) -> None:
-        difference = fragment.anchor - _flat(self.weights.get(fragment.places))
+        difference = self._now(fragment)
+        np.subtract(fragment.anchor, difference, out=difference)
         fragment.rounds += 1
         fragment.pending = self._pool.submit(fragment.mean, difference), self._word
 
     def _land(self, fragment: _Fragment) -> None:
-        """Wait for a fragment, take the outer step with it, and have the weights follow."""
+        """Wait for a fragment, take the outer step with it, and have the weights follow.
+
+        In place: of arrays this large, making new ones takes longer than what is computed.
+        """
         pending, word = fragment.pending
         mean, fragment.pending = pending.result(), None
         training, _ = word.result()
-        if training:
-            lr, momentum = self.options.lr, self.options.momentum
-            if momentum:
-                fragment.velocity = momentum * fragment.velocity + mean
-                mean = mean + momentum * fragment.velocity
-            mean = lr * mean
-        fragment.anchor = fragment.anchor - mean
         values = fragment.anchor
+        if training:
+            (lr, momentum), velocity = self.options.rates(), fragment.velocity
+            if momentum:
+                velocity *= momentum
+                velocity += mean
+                values -= lr * momentum * velocity
+            mean *= lr
+        values -= mean
         if training and self.options.overlap:  # what was learned meanwhile counts as much
-            values = (values + _flat(self.weights.get(fragment.places))) / 2
+            values = self._now(fragment)
+            values += fragment.anchor
+            values /= 2
         self.weights.put(fragment.places, _split(values, [self.weights.sizes[place] for place in fragment.places]))
 
     def average_slots(self) -> None:
@@ -294,7 +312,8 @@ class OuterLoop:
             parts = np.split(
                 fragment.velocity, np.cumsum([self.weights.sizes[place] for place in fragment.places])[:-1]
             )
-            found.update(zip((_name_of(self.weights.rows[place]) for place in fragment.places), parts, strict=True))
+            names = [_name_of(self.weights.rows[place]) for place in fragment.places]
+            found.update((name, part.copy()) for name, part in zip(names, parts, strict=True))
         return found
 
     def forget(self, velocity: dict[str, Array] | None = None) -> None:
@@ -330,10 +349,6 @@ class _Fragment:
     pending: Any = None
 
 
-def _flat(values: Sequence[Array]) -> Array:
-    return np.concatenate([value.reshape(-1) for value in values])
-
-
 def _split(flat: Array, sizes: Sequence[int]) -> list[Array]:
     return np.split(flat, np.cumsum(sizes)[:-1])
 
@@ -347,7 +362,13 @@ def _mean(ranks: Communicator, name: str, length: int, compression: str, kind: A
     size = ranks.size()
     if compression == "none":
         total = ranks.background(ALLREDUCE, name, _POLL_S)
-        return lambda mine: total(mine) / size
+
+        def mean_of_all(mine: Array) -> Array:
+            found = total(mine)
+            found /= size
+            return found
+
+        return mean_of_all
     packing = new_packing(compression, [(name, length)], ranks.rank(), size, dtype=kind, saves=True)
     exchange = ranks.background(ALLTOALL, f"{name}.parts", _POLL_S)
     spread = ranks.background(ALLGATHER, f"{name}.mean", _POLL_S)

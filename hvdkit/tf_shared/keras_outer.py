@@ -33,7 +33,7 @@ class KerasWeights(Weights):
         for place, value in zip(places, values, strict=True):
             shaped = value.reshape(tuple(self._variables[place].shape))
             if self.held is None:
-                self._variables[place].assign(shaped)
+                self._variables[place].assign(shaped.copy())
             else:
                 self.held[place] = shaped.astype(self.held[place].dtype)
 

@@ -17,7 +17,7 @@ from hvdkit.observe.monitor import begin_if_asked
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.outer import OuterOptions, average_weights
+from hvdkit.steps.outer import average_weights, wanted
 from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
@@ -210,11 +210,10 @@ def distribute(
     Raises:
         InvalidArgumentError: bad options, a Keras 2 optimizer, one distributed already, or ``init`` was not called.
     """
-    if every is None:
-        options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-        return averaging.distribute(optimizer, options, process_set)
-    outer_options = OuterOptions(every, outer, outer_lr, outer_momentum, outer_overlap, compression, op)
-    options = GradientOptions(op, "none", backward_passes_per_step, gradient_predivide_factor)
+    how = {"compression": compression, "op": op, "process_set": process_set}
+    outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
+    sent = compression if outer_options is None else "none"
+    options = GradientOptions(op, sent, backward_passes_per_step, gradient_predivide_factor)
     return averaging.distribute(optimizer, options, process_set, outer_options)
 
 

@@ -10,7 +10,7 @@ step, anchor - weights, is averaged over all ranks, and an optimizer of its own 
 ``nesterov``   0.7, 0.9    SGD with Nesterov momentum
 =============  ==========  =====================================================================================
 
-All of it lies in the host's memory, in 4 bytes a number (8 where weights are float64), and is sent in fragments.
+Anchor and v lie in the host's memory, in 4 bytes a number each (8 where weights are float64); fragments are sent.
 With ``overlap=0`` every rank waits, and has the anchor's bits as its weights after an outer step. With ``overlap=t``
 fragments leave one after another during a window, each comes back t steps later, and weights become the mean of the
 anchor and of what this rank has. ``finish`` ends a window now: all ranks have the mean of their weights.
@@ -109,6 +109,35 @@ class OuterOptions:
             usual_lr if self.lr is None else finite("outer_lr", self.lr, positive=True),
             usual_momentum if self.momentum is None else finite("outer_momentum", self.momentum),
         )
+
+
+def wanted(
+    every: int | None,
+    outer: str,
+    lr: float | None,
+    momentum: float | None,
+    overlap: int,
+    *,
+    compression: str,
+    op: str,
+    process_set: Any,
+) -> OuterOptions | None:
+    """What the arguments of ``distribute`` ask for; None where they name no outer steps.
+
+    Raises:
+        InvalidArgumentError: see ``OuterOptions``; or arguments of outer steps without ``every``.
+    """
+    if every is not None:
+        return OuterOptions(every, outer, lr, momentum, overlap, compression, op)
+    theirs = {"outer": outer != "nesterov", "outer_lr": lr is not None, "outer_momentum": momentum is not None}
+    theirs |= {"outer_overlap": overlap != 0, "process_set": isinstance(process_set, str)}
+    given = [name for name, is_given in theirs.items() if is_given]
+    if given:
+        raise InvalidArgumentError(
+            f"{' and '.join(given)} as given here belong to outer steps; add every=30 (docs/slow_networks.md), or "
+            "leave them out."
+        )
+    return None
 
 
 class Weights(ABC):
@@ -386,6 +415,8 @@ def _mean(ranks: Communicator, name: str, length: int, compression: str, kind: A
 
 ALONE = SimpleNamespace(process_set_id=-1, ranks=[], included=lambda: False, size=lambda: 1, rank=lambda: 0)
 """In the place of Horovod's process set for a rank that is a group of its own."""
+_HOSTS: dict[tuple[int, ...], Any] = {}
+"""Horovod's process set of each host's ranks: it makes one of the same ranks only once."""
 
 
 def group_of(world: Topology, ranks: Communicator, process_set: Any, horovod: Any = None) -> Any:
@@ -423,8 +454,10 @@ def group_of(world: Topology, ranks: Communicator, process_set: Any, horovod: An
             "`hvdkit launch --env HOROVOD_DYNAMIC_PROCESS_SETS=1`. Else give your own as process_set=, or "
             "process_set='rank': each rank trains on its own between outer steps."
         )
-    made = [horovod.add_process_set(group) for group in groups]
-    return next(one for one, group in zip(made, groups, strict=True) if world.rank in group)
+    for group in map(tuple, groups):
+        if getattr(_HOSTS.get(group), "process_set_id", None) is None:  # not made yet, or Horovod has started anew
+            _HOSTS[group] = horovod.add_process_set(list(group))
+    return next(_HOSTS[group] for group in map(tuple, groups) if world.rank in group)
 
 
 # Of all optimizers ----------------------------------------------------------------------------------------------------

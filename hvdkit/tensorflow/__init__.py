@@ -18,7 +18,7 @@ from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.outer import OuterLoop, OuterOptions, average_weights, end_windows, group_of
+from hvdkit.steps.outer import OuterLoop, average_weights, end_windows, group_of, wanted
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -189,13 +189,13 @@ def distribute(
     Raises:
         InvalidArgumentError: bad options, something that is neither, or one that is distributed already.
     """
-    outer_options = None
-    if every is not None:
+    how = {"compression": compression, "op": op, "process_set": process_set}
+    outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
+    if outer_options is not None:
         if isinstance(tape_or_optimizer, tf.GradientTape):
             raise InvalidArgumentError(
                 "every= averages weights, which a tape does not change; distribute the optimizer."
             )
-        outer_options = OuterOptions(every, outer, outer_lr, outer_momentum, outer_overlap, compression, op)
         process_set = group_of(starting.of(hvd, ""), RANKS, process_set, hvd)
         compression = "none"
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)

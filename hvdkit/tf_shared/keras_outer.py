@@ -54,8 +54,7 @@ class KerasOuterLoop:
     """Takes the outer steps around what an optimizer applies.
 
     Args:
-        options, communicator: see ``OuterLoop``; of ``every`` steps each has the optimizer's
-            ``gradient_accumulation_steps``.
+        steps: takes them.
         names_of: names of variables that are equal on all ranks.
     """
 

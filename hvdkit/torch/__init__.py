@@ -17,7 +17,7 @@ from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.outer import OuterOptions, average_weights, end_windows, group_of
+from hvdkit.steps.outer import average_weights, end_windows, group_of, wanted
 from hvdkit.steps.topology import Topology
 
 try:
@@ -210,10 +210,11 @@ def distribute(
         AgreementError: in ``backward``, on every rank: the ranks train different parameters.
     """
     layout = BucketLayout(bucket_mb, groups, sparse_as_dense)
-    if every is None:
+    how = {"compression": compression, "op": op, "process_set": process_set}
+    outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
+    if outer_options is None:
         options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
         return averaging.distributed(optimizer, model, options, layout, process_set)
-    outer_options = OuterOptions(every, outer, outer_lr, outer_momentum, outer_overlap, compression, op)
     options = GradientOptions(op, "none", backward_passes_per_step, gradient_predivide_factor)
     made = averaging.distributed(
         optimizer, model, options, layout, group_of(starting.of(hvd, ""), state.RANKS, process_set, hvd)

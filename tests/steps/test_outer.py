@@ -251,13 +251,36 @@ def test_options_are_refused(options, message):
         OuterOptions(**{"every": 30, **options})
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"lr": 0.5}, "outer_lr"),
+        ({"overlap": 2, "momentum": 0}, "outer_momentum and outer_overlap"),
+        ({"outer": "average"}, "outer"),
+        ({"process_set": "rank"}, "process_set"),
+    ],
+)
+def test_what_belongs_to_outer_steps_is_not_left_out_in_silence(given, named):
+    usual = {"outer": "nesterov", "lr": None, "momentum": None, "overlap": 0, "process_set": None}
+    assert outer.wanted(None, **usual, compression="int8", op="sum") is None
+    with pytest.raises(InvalidArgumentError, match=f"^{named} as given here belong to outer steps; add every=30"):
+        outer.wanted(None, **{**usual, **given}, compression="none", op="average")
+
+
+class Made(tuple):
+    process_set_id = 1
+
+
 class Hosts:
     """Two hosts of two ranks each, as Horovod sees them."""
 
     global_process_set = object()
 
+    added = 0
+
     def add_process_set(self, ranks):
-        return tuple(ranks)
+        self.added += 1
+        return Made(ranks)
 
 
 def group(size, local_size, process_set, horovod):
@@ -277,7 +300,11 @@ def test_groups_are_hosts(monkeypatch):
     with pytest.raises(InvalidArgumentError, match="HOROVOD_DYNAMIC_PROCESS_SETS=1"):
         group(4, 2, None, horovod)
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    monkeypatch.setattr(outer, "_HOSTS", {})
     assert group(4, 2, None, horovod) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    added = horovod.added
+    assert group(4, 2, None, horovod) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert horovod.added == added > 0, "Horovod refuses a second process set of the same ranks"
     with pytest.raises(InvalidArgumentError, match="mpi4py alone"):
         group(2, 2, None, None)
     with pytest.raises(InvalidArgumentError, match="'rank' or a ProcessSet"):

@@ -92,7 +92,7 @@ CASES = {
         steps(communication=every(60_000.0)),
         steps(communication=every(10_000.0)),
         "10.5 MB per step",
-        "compression",
+        "backward_passes_per_step",
     ),
     "first-step": (steps(first=900_000.0), steps(first=260_000.0), "The first step", "Leave it out"),
     "setup": (changed(HEALTHY, setup=4e6), changed(HEALTHY, setup=1e5), "NCCL is set up", "NCCL_SOCKET_IFNAME"),

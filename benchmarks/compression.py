@@ -41,20 +41,37 @@ def main() -> None:
     if "HVDKIT_COMPRESSION_RANK" in os.environ:
         measure(options)
         return
+    times = on_two_hosts(Path(__file__), options, "HVDKIT_COMPRESSION_RANK")
+    show(options, times)
+
+
+def on_two_hosts(script: Path, options: argparse.Namespace, variable: str) -> dict[str, list[float]]:
+    """What the root of two ranks has written, which run the script with this command line, and ``variable`` set.
+
+    Args:
+        options: with ``mbit``, ``delay_ms`` and ``launcher``.
+        variable: names the file that the root is to write, JSON.
+    """
     sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
     import namespaces
 
     if lacking := namespaces.missing():
-        sys.exit(f"compression.py: needs {', '.join(lacking)}")
+        sys.exit(f"{script.name}: needs {', '.join(lacking)}")
     namespaces.HOSTS, namespaces.RATE = 2, f"{options.mbit:g}mbit"
     with tempfile.TemporaryDirectory() as directory:
-        hosts = namespaces.Hosts(Path(directory))
+        hosts, found = namespaces.Hosts(Path(directory)), Path(directory) / "times.json"
+        environ = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", variable: str(found)}
+        placed = ",".join(f"{name}:1" for name in hosts.names)
+        job = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--hosts", placed, "--launcher", options.launcher]
+        job += ["--env", variable, "--env", "OMP_NUM_THREADS", "--", sys.executable, str(script.resolve())]
         hosts.start()
         try:
             with delayed(options, hosts):
-                run(options, hosts, Path(directory))
+                argv = [*hosts.inside(0), *job, *sys.argv[1:]]
+                subprocess.run(argv, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
         finally:
             hosts.stop()
+        return json.loads(found.read_text())  # type: ignore[no-any-return]
 
 
 def delayed(options: argparse.Namespace, hosts: Any) -> contextlib.AbstractContextManager[Any]:
@@ -68,20 +85,7 @@ def delayed(options: argparse.Namespace, hosts: Any) -> contextlib.AbstractConte
     return delayed_link.between(hosts.names, hosts.addresses, options.mbit, options.delay_ms)
 
 
-def run(options: argparse.Namespace, hosts: Any, directory: Path) -> None:
-    found = directory / "times.json"
-    environ = {
-        **os.environ,
-        "PATH": f"{directory}:{os.environ['PATH']}",
-        "HVDKIT_COMPRESSION_RANK": str(found),
-        "OMP_NUM_THREADS": "1",
-    }
-    placed = ",".join(f"{name}:1" for name in hosts.names)
-    job = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--hosts", placed, "--launcher", options.launcher]
-    job += ["--env", "HVDKIT_COMPRESSION_RANK", "--env", "OMP_NUM_THREADS", "--"]
-    job += [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-    subprocess.run([*hosts.inside(0), *job], check=True, env=environ)
-    times = json.loads(found.read_text())
+def show(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
     link = f"{options.mbit:g} Mbit/s, {options.delay_ms:g} ms each way"
     print(f"2 hosts of one rank, {link}, {options.launcher}, {options.model}, {options.rounds} rounds;")
     print("ratio: how many steps in the time of one in float32, median [quartiles] over rounds")

@@ -10,16 +10,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from compression import delayed, model_of, step_of
+from compression import model_of, on_two_hosts, step_of
 
-HERE = Path(__file__).resolve().parent
 SYNCHRONOUS_STEPS = 2  # each takes seconds
 
 
@@ -31,30 +28,12 @@ def main() -> None:
     parser.add_argument("--overlap", type=int, default=20, help="steps that a fragment travels (default %(default)s)")
     parser.add_argument("--batch", type=int, default=128, help="samples of a step on a rank (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    parser.set_defaults(launcher="horovodrun")
     options = parser.parse_args()
     if "HVDKIT_OUTER_RANK" in os.environ:
         measure(options)
         return
-    sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
-    import namespaces
-
-    if lacking := namespaces.missing():
-        sys.exit(f"outer.py: needs {', '.join(lacking)}")
-    namespaces.HOSTS, namespaces.RATE = 2, f"{options.mbit:g}mbit"
-    with tempfile.TemporaryDirectory() as directory:
-        hosts, found = namespaces.Hosts(Path(directory)), Path(directory) / "times.json"
-        environ = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "HVDKIT_OUTER_RANK": str(found)}
-        placed = ",".join(f"{name}:1" for name in hosts.names)
-        job = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--hosts", placed, "--launcher", "horovodrun"]
-        job += ["--env", "HVDKIT_OUTER_RANK", "--env", "OMP_NUM_THREADS", "--", sys.executable, str(HERE / "outer.py")]
-        hosts.start()
-        try:
-            with delayed(options, hosts):
-                argv = [*hosts.inside(0), *job, *sys.argv[1:]]
-                subprocess.run(argv, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
-        finally:
-            hosts.stop()
-        times = json.loads(found.read_text())
+    times = on_two_hosts(Path(__file__), options, "HVDKIT_OUTER_RANK")
     print(f"2 hosts of one rank, {options.mbit:g} Mbit/s, {options.delay_ms:g} ms each way, Gloo,")
     print(f"80 MB of weights, batch {options.batch}")
     print(f"{'':<44}{'step ms':>9}  share of the rate without communication, median [lowest, highest]")

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,11 +223,15 @@ class Int8(Packing):
                 here[...] = self._value(codes, scales, self._wide).reshape(-1)[: len(here)]
 
 
-def combine(communicator: Communicator, packing: Packing, values: Array, name: str, factor: float) -> None:
-    """Put the sum of all ranks' ``values`` times ``factor`` into them; a collective."""
-    received = communicator.run(ALLTOALL, packing.pack(values), f"{name}.parts")
+def combine(run: Callable[[str, Array, str], Array], packing: Packing, values: Array, name: str, factor: float) -> None:
+    """Put the sum of all ranks' ``values`` times ``factor`` into them; a collective.
+
+    Args:
+        run: carries out an alltoall and an allgather of this name; see ``Communicator.run``.
+    """
+    received = run(ALLTOALL, packing.pack(values), f"{name}.parts")
     mine = packing.add_up(received, factor)
-    packing.unpack(communicator.run(ALLGATHER, mine[None], f"{name}.mean"), values)
+    packing.unpack(run(ALLGATHER, mine[None], f"{name}.mean"), values)
 
 
 @functools.cache

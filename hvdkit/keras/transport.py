@@ -396,8 +396,9 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
         if self.host_packs(options):
             among, communicator = scaling["process_set"], self.host_communicator(process_set)
             packing = packing_of("int8", name, len(flat), communicator, saves=among.process_set_id == 0)
+            factor = scaling["postscale_factor"] * scaling["prescale_factor"]
             with COUNTS.allreduce([among]):
-                combine(communicator, packing, flat, name, scaling["postscale_factor"] * scaling["prescale_factor"])
+                combine(communicator.run, packing, flat, name, factor)
             return flat
         if flat.dtype.name == "bfloat16":  # which PyTorch does not take from NumPy
             tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
@@ -488,7 +489,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         share = self.size() if options.op == "average" else 1
         if self.host_packs(options):
             packing = packing_of(options.compression, name, len(flat), self._within_step)
-            combine(self._within_step, packing, flat, name, 1 / share)
+            combine(self._within_step.run, packing, flat, name, 1 / share)
             return flat
         kept = flat.dtype
         flat = flat.astype(np.float32) if kept == np.float16 else flat

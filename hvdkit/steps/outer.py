@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from hvdkit.core import layout
 from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL, Communicator
-from hvdkit.core.compression import new_packing
+from hvdkit.core.compression import combine, new_packing
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes
 from hvdkit.steps.gradients import COMPRESSIONS
@@ -223,9 +223,7 @@ class OuterLoop:
         if not theirs.any():
             return
         flat = np.concatenate(mine) if (lengths == theirs).all() else np.zeros(theirs.sum())
-        found = np.split(
-            self._ranks.broadcast(flat.astype(np.float64), 0, f"{self.name}.velocity"), np.cumsum(theirs)[:-1]
-        )
+        found = _split(self._ranks.broadcast(flat.astype(np.float64), 0, f"{self.name}.velocity"), theirs.tolist())
         for fragment in self._fragments:
             velocity = np.concatenate([found[place] for place in fragment.places])
             if len(velocity) == len(fragment.anchor):
@@ -326,7 +324,10 @@ class OuterLoop:
             values = self._now(fragment)
             values += fragment.anchor
             values /= 2
-        self.weights.put(fragment.places, _split(values, [self.weights.sizes[place] for place in fragment.places]))
+        self.weights.put(fragment.places, self._by_weight(fragment, values))
+
+    def _by_weight(self, fragment: _Fragment, flat: Array) -> list[Array]:
+        return _split(flat, [self.weights.sizes[place] for place in fragment.places])
 
     def average_slots(self) -> None:
         """Give every rank the mean of what the ranks' optimizers keep of each weight; a collective."""
@@ -338,9 +339,7 @@ class OuterLoop:
         """The outer momentum of each weight by its name, the same on every rank."""
         found = dict(self._velocity)
         for fragment in self._fragments:
-            parts = np.split(
-                fragment.velocity, np.cumsum([self.weights.sizes[place] for place in fragment.places])[:-1]
-            )
+            parts = self._by_weight(fragment, fragment.velocity)
             names = [_name_of(self.weights.rows[place]) for place in fragment.places]
             found.update((name, part.copy()) for name, part in zip(names, parts, strict=True))
         return found
@@ -399,16 +398,16 @@ def _mean(ranks: Communicator, name: str, length: int, compression: str, kind: A
 
         return mean_of_all
     packing = new_packing(compression, [(name, length)], ranks.rank(), size, dtype=kind, saves=True)
-    exchange = ranks.background(ALLTOALL, f"{name}.parts", _POLL_S)
-    spread = ranks.background(ALLGATHER, f"{name}.mean", _POLL_S)
+    calls = {
+        collective: ranks.background(collective, f"{name}.{end}", _POLL_S)
+        for collective, end in ((ALLTOALL, "parts"), (ALLGATHER, "mean"))
+    }
 
-    def mean(mine: Array) -> Array:
-        added = packing.add_up(exchange(packing.pack(mine)), 1 / size)
-        found = np.empty(length, kind)
-        packing.unpack(spread(added[None]), found)
-        return found
+    def packed_mean(mine: Array) -> Array:
+        combine(lambda collective, array, _: calls[collective](array), packing, mine, name, 1 / size)
+        return mine
 
-    return mean
+    return packed_mean
 
 
 # The groups within which gradients are averaged in each step ---------------------------------------------------------

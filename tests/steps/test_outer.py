@@ -172,10 +172,21 @@ def test_fragments_that_travel_behind_steps(monkeypatch):
     assert not np.allclose(found[0], found[1])
 
 
+@pytest.mark.parametrize(("compression", "off"), [("int8", 0.03), ("bf16", 0.03), ("fp16", 0.003)])
+def test_differences_in_fewer_bytes(compression, off):
+    whole, packed = (
+        on_threads(2, lambda ranks, how=how: flat(trained(ranks, OuterOptions(4, compression=how), 8)[0]))[0]
+        for how in ("none", compression)
+    )
+    np.testing.assert_allclose(packed, whole, rtol=0, atol=off)
+    assert not np.array_equal(packed, whole)
+
+
 @pytest.mark.parametrize("overlap", [0, 2])
-@pytest.mark.parametrize("compression", ["none", "int8", "fp16"])
-def test_ranks_that_take_other_numbers_of_steps_end_alike(overlap, compression):
-    """The one with fewer takes part in the others' outer steps until all have ended."""
+@pytest.mark.parametrize(("compression", "fragment"), [("none", 100), ("none", 5), ("int8", 100), ("fp16", 5)])
+def test_ranks_that_take_other_numbers_of_steps_end_alike(overlap, compression, fragment, monkeypatch):
+    """The one with fewer takes part in the others' outer steps until all have ended, also of fragments on their way."""
+    monkeypatch.setattr(outer, "_FRAGMENT", fragment)
     options = OuterOptions(3, overlap=overlap, compression=compression)
     found = on_threads(3, lambda ranks: flat(trained(ranks, options, (5, 14, 9)[ranks.rank()])[0]))
     assert all(np.array_equal(own, found[0]) for own in found)
@@ -197,6 +208,22 @@ def test_the_end_of_a_window_is_the_mean_and_sent_once():
     (mine, ended, more), (other, *_) = on_threads(2, program)
     np.testing.assert_allclose(ended, (mine + other) / 2, rtol=0, atol=1e-12)
     assert more == [name for name in more if name.endswith(".word")] != []
+
+
+def test_what_an_outer_step_has_made_alike_is_not_sent_again():
+    def program(ranks):
+        own, outer_steps = trained(ranks, OuterOptions(5), 12, finish=False)
+        apart = outer_steps.lost()
+        outer_steps.finish()
+        assert outer_steps.lost() == 0
+        own, outer_steps = trained(ranks, OuterOptions(5), 10, finish=False)
+        before, calls = flat(own), Counter(ranks.calls)
+        together = outer_steps.lost()
+        outer_steps.finish()
+        assert np.array_equal(flat(own), before)
+        return apart, together, [name for name in ranks.calls - calls if not name.endswith(".word")]
+
+    assert on_threads(2, program) == [(2, 0, [])] * 2
 
 
 @pytest.mark.parametrize("overlap", [0, 2])

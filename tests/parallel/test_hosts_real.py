@@ -58,6 +58,28 @@ def train():
     return {"weights": values, "hosts": world.cross_size, "local": world.local_size}
 
 
+def take_outer_steps():
+    """SGD on two hosts of two ranks, in synchronous steps and in outer steps that equal them."""
+    import torch
+
+    import hvdkit.torch as hk
+
+    world, found = hk.init(), {}
+    x = torch.randn(8, 6 * world.size, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for name, options in {"synchronous": {}, "outer": {"every": 1, "outer_lr": 1, "outer_momentum": 0}}.items():
+        torch.manual_seed(1)
+        model = torch.nn.Linear(8, 3).double()
+        optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+        hk.broadcast_state(model, optimizer)
+        for batch in x:
+            optimizer.zero_grad()
+            model(batch[world.rank :: world.size]).square().mean().backward()
+            optimizer.step()
+        found[name] = model.weight.detach().reshape(-1).tolist()
+    hk.average_weights()
+    return {**found, "local": world.local_size}
+
+
 def go_on(marker, ranks, directory=""):
     """Train far longer than a test may take; ``marker`` appears when it has begun.
 
@@ -178,10 +200,10 @@ def rank_of(ranks_command, tmp_path):
 
 @pytest.fixture
 def launch(hosts):
-    """Starts ``hvdkit launch`` on the first host for one rank on each of n; launchers find our ssh first on PATH."""
+    """Starts ``hvdkit launch`` on the first host for n ranks, one a host; launchers find our ssh first on PATH."""
 
-    def start(launcher, n, command, environment, *options):
-        placed = ["-n", str(n), "--hosts", ",".join(f"{name}:1" for name in hosts.names[:n])]
+    def start(launcher, n, command, environment, *options, slots=1):
+        placed = ["-n", str(n), "--hosts", ",".join(f"{name}:{slots}" for name in hosts.names[: n // slots])]
         argv = [sys.executable, "-m", "hvdkit.cli", "launch", *placed, "--launcher", launcher, *options, "--", *command]
         return subprocess.Popen(
             [*hosts.inside(0), *argv],
@@ -245,6 +267,18 @@ def test_a_collective_that_one_host_never_reaches_ends_the_job_with_the_stacks_o
     assert job.returncode == 75, errors
     assert "longer than 2 s: rank 1 did not arrive at allreduce 'late'" in errors.splitlines()[-1]
     assert "line 3" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_outer_steps_between_hosts_of_two_ranks(launch, rank_of, launcher, tmp_path):
+    command, environment = rank_of(take_outer_steps)
+    job = launch(launcher, 4, command, environment, "--env", "HOROVOD_DYNAMIC_PROCESS_SETS=1", slots=2)
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [rank["local"] for rank in ranks] == [2] * 4
+    for rank in ranks:
+        assert rank["outer"] == ranks[0]["outer"] == pytest.approx(rank["synchronous"], rel=1e-10, abs=1e-12)
 
 
 def test_over_gloo_as_under_srun(hosts, rank_of, compare):

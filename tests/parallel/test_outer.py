@@ -100,6 +100,27 @@ def test_parameters_that_begin_to_train_later_join(hk, world):
     assert not torch.equal(before, model[0].weight)
 
 
+@on_ranks("torch")
+def test_a_broadcast_in_the_middle_of_a_window_loses_nothing(hk, world, everyone):
+    """As where ``fit`` is called again: all get the mean, not what the root alone has learned."""
+    import torch
+
+    torch.manual_seed(3)
+    model = torch.nn.Linear(6, 2).double()
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model, every=5, process_set="rank")
+    hk.broadcast_state(model, optimizer)
+    x, y = data(world)
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(
+            model(torch.from_numpy(x[step]).double()), torch.from_numpy(y[step])
+        ).backward()
+        optimizer.step()
+    mean = np.mean(everyone(model.weight.detach().numpy().copy()), axis=0)
+    hk.broadcast_state(model, optimizer)
+    np.testing.assert_allclose(model.weight.detach().numpy(), mean, rtol=0, atol=1e-12)
+
+
 @on_ranks("torch", n=3)
 def test_a_rank_that_has_fewer_batches_waits(hk, world):
     import torch

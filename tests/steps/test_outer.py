@@ -2,6 +2,7 @@
 
 import re
 import threading
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -248,6 +249,24 @@ def test_a_training_goes_on_from_what_was_saved(overlap):
         return flat(trained(ranks, options, 7, saved=saved, begin=8, weights=weights)[0])
 
     np.testing.assert_array_equal(on_threads(2, whole), on_threads(2, cut))
+
+
+@pytest.mark.parametrize(("steps", "died"), [(7, False), (10, False), (7, True)])
+def test_a_program_that_ends_between_outer_steps_is_told(steps, died, monkeypatch):
+    monkeypatch.setattr(outer, "_ALL", [])
+
+    def program(ranks):
+        return trained(ranks, OuterOptions(5), steps, finish=False)[1]
+
+    kept = on_threads(2, program)  # alive, as in a program at its end
+    if died:
+        monkeypatch.setattr(outer.sys, "last_value", RuntimeError(), raising=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        outer._say_what_is_lost()
+    expected = ["the last 2 steps were learned by this rank's group alone"] if steps == 7 and not died else []
+    assert [str(one.message)[:56] for one in said] == [one[:56] for one in expected]
+    assert len(kept) == 2
 
 
 def test_ranks_that_begin_apart_are_told():

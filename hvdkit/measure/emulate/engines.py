@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hvdkit.core import communicator
 from hvdkit.core.communicator import OverHorovod, OverMpi, PendingCollective, shares
-from hvdkit.core.compression import new_packing
+from hvdkit.core.compression import AT_ONCE, new_packing
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
 from hvdkit.measure.emulate import check, ring
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, storage
@@ -43,7 +43,6 @@ _TORCH = "run \"pip install 'hvdkit[torch]'\""
 _MPI = "run \"pip install 'hvdkit[mpi]'\", with the MPI that starts the ranks loaded"
 _MISSING = {HOROVOD: "run 'hvdkit install' where PyTorch is, or use --engine mpi", MPI: _MPI, RING: _MPI}
 _WAIT_S = 120.0
-_PACKED = 2**20  # numbers at once, as of a training in PyTorch
 _HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 _COLLECTIVES = {
     ALLREDUCE: communicator.ALLREDUCE,
@@ -188,7 +187,7 @@ def packed(
     values = np.empty(elements, dtype)
     parts = [
         (part, f"{name}.{at}", new_packing(compression, [(name, len(part))], rank, ranks, dtype=dtype, saves=False))
-        for at, part in enumerate(np.split(values, range(_PACKED, elements, _PACKED)))
+        for at, part in enumerate(np.split(values, range(AT_ONCE, elements, AT_ONCE)))
     ]
 
     def finish(received: list[PendingCollective]) -> NDArray[Any]:

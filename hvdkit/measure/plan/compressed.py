@@ -2,7 +2,7 @@
 
 One number each, without intervals, from the same model of the network. Packed gradients (int8) travel as an alltoall
 and an allgather, which cross each link with as many messages and bytes as the ring of their allreduce would, at most
-``_PART`` numbers at a time. Packing keeps a core of the host busy, and nothing is taken to hide it.
+``AT_ONCE`` numbers at a time. Packing keeps a core of the host busy, and nothing is taken to hide it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hvdkit.common.allreduce import COMPRESSIONS, Compression
 from hvdkit.common.table import Table
 from hvdkit.common.units import number_text, share_text
+from hvdkit.core.compression import AT_ONCE
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.plan.network import CostModel
 from hvdkit.measure.plan.step_time import Delays, Gradient, Workload, exchange, gradients, is_floating
@@ -23,7 +24,6 @@ from hvdkit.measure.plan.step_time import Delays, Gradient, Workload, exchange, 
 EVERY = "every"
 _WAYS = {"none": Compression(math.inf, 0.0), **COMPRESSIONS}
 _TITLES = {"bf16": "fp16, bf16"}
-_PART = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def compared(
     for name, how in _WAYS.items():
         sent, fusion = gradients(plan, how.number), work.fusion
         if name == "int8":
-            part = _PART * how.number
+            part = AT_ONCE * how.number
             sent, fusion = tuple(_in_parts(sent, part)), replace(fusion, threshold=part)
         exposed[name] = exchange(sent, work.hiding_s, fusion, cost).exposed_s + packing[name]
     steps = {name: growth * (compute + exposed[name] + delays.expected_s(n)) for name in (*_WAYS, EVERY)}

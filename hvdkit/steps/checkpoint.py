@@ -97,6 +97,20 @@ class CheckpointDirectory:
             with self._lock.writing():
                 pass
 
+    def temporary(self) -> Path:
+        """A new directory beside the checkpoints; the next ``save`` removes it, and a later job that of a dead one.
+
+        Raises:
+            CheckpointError: it could not be made, or another job writes there.
+        """
+        try:
+            with self._lock.writing():
+                return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{self._lock.token}-", dir=self.directory))
+        except OSError as error:
+            raise CheckpointError(
+                f"could not write in {self.directory}: {error.strerror or error}; give a directory that can be written."
+            ) from error
+
     def save(
         self,
         step: int,

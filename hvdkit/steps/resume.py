@@ -6,6 +6,7 @@ A framework binding's ``Checkpoints`` says how its framework's state is written,
 from __future__ import annotations
 
 import os
+import shutil
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 from hvdkit.core import compression, listeners
 from hvdkit.core.communicator import Alone, Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import launchers, outer, passes
+from hvdkit.steps import launchers, manifest, outer, passes, shard_state
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.lock import PATIENCE_S
 
@@ -99,6 +100,17 @@ class CheckpointsBase(ABC):
         That may return attributes of ``Saved``. The options are a framework binding's own.
         """
 
+    def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:  # noqa: ARG002
+        """What writes the state that this rank alone keeps (``shard_state=True``) into a file of a directory.
+
+        It returns the file. None: every rank keeps the same.
+        """
+        return None
+
+    def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:  # noqa: ARG002
+        """On every rank: read what of the state this one keeps, or raise CheckpointError; what is returned puts it."""
+        return lambda: None
+
     def _read_extra(self, directory: Path) -> Any:  # noqa: ARG002
         """On the root: what was saved besides."""
         return {}
@@ -154,8 +166,20 @@ class CheckpointsBase(ABC):
         facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
         states, kept = self._random_states(model), compression.to_save(ranks)
 
+        def require_valid() -> None:
+            _require_free(metadata)
+            checked(step, facts, score)
+            self._directory.claim()  # a thread that writes would say it later
+
+        write_own = self._write_own(optimizer)
+        collected = None if write_own is None else self._collect(ranks, require_valid, write_own)
+
         def on_disk(write: Write) -> Saved:
             def write_all(directory: Path) -> None:
+                if collected is not None:
+                    for file in collected.iterdir():
+                        file.rename(directory / file.name)
+                    collected.rmdir()
                 self._write_random(directory, states)
                 for name, contents in ((_KEPT, kept), (_OUTER, of_outer_steps)):
                     if contents:
@@ -165,12 +189,39 @@ class CheckpointsBase(ABC):
             return self._directory.save(step, write_all, facts, score)
 
         def on_root() -> Any:
-            _require_free(metadata)
-            checked(step, facts, score)
-            self._directory.claim()  # a thread that writes would say it later
+            require_valid()
             return self._put(on_disk, model, optimizer, *more)
 
         return ranks.on_root(on_root)
+
+    def _collect(
+        self, ranks: Communicator, require_valid: Callable[[], None], write_own: Callable[[Path], Path]
+    ) -> Path:
+        """Have every rank write the state that it alone keeps; returns where, beside the checkpoints."""
+
+        def begin() -> str:
+            require_valid()
+            return str(self._directory.temporary().absolute())
+
+        directory = Path(ranks.on_root(begin))
+
+        def write() -> None:
+            try:
+                manifest.fsync(write_own(directory))
+            except OSError as error:
+                raise CheckpointError(
+                    f"rank {ranks.rank()} could not write the state that it keeps into {directory.parent}: "
+                    f"{error.strerror or error}; free some space (earlier checkpoints are intact)."
+                ) from error
+
+        try:
+            shard_state.require_shared(ranks, str(directory), "writes")
+            ranks.together(write)
+        except BaseException:
+            if ranks.rank() == 0:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return directory
 
     def _load(
         self, model: Any, optimizer: Any, which: str, loader: Any, schedule: Any = None, **options: Any
@@ -203,7 +254,9 @@ class CheckpointsBase(ABC):
                 self._require_fit(saved, states, optimizer, loader, one)
 
         ranks.together(require_fit)
+        put_own = ranks.together(lambda: self._read_own(saved, optimizer))
         found = ranks.on_root(lambda: held["put"]()) or {}
+        put_own()
         if optimizer is not None:
             outer.restore(held.get("outer", {}))  # the root gives it to all when they begin
             compression.restore(ranks.on_root(lambda: held["kept"]))  # after what kept some before is gone

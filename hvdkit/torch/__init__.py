@@ -18,6 +18,7 @@ from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.outer import average_weights, end_windows, group_of, wanted
+from hvdkit.steps.shard_state import require_alone
 from hvdkit.steps.topology import Topology
 
 try:
@@ -56,6 +57,7 @@ from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
 from hvdkit.torch.outer import take_outer_steps
 from hvdkit.torch.seeds import seed_everything
+from hvdkit.torch.sharded import gather_state
 from hvdkit.torch.state import RANKS
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "distribute",
     "fit",
     "gather",
+    "gather_state",
     "init",
     "init_process_group",
     "join",
@@ -180,6 +183,7 @@ def distribute(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     outer_overlap: int = 0,
+    shard_state: bool = False,
 ) -> torch.optim.Optimizer:
     """From now on ``.grad`` is the mean over all ranks when ``backward()`` returns (step 4); returns the optimizer.
 
@@ -201,20 +205,25 @@ def distribute(
             the weights have become over all ranks every so many steps (DiLoCo). ``compression`` is then that of the
             weights. It is another guarantee: see docs/slow_networks.md, and ``average_weights``.
         outer, outer_lr, outer_momentum, outer_overlap: see ``hvdkit.steps.outer.OuterOptions``.
+        shard_state: divide the optimizer's state among all ranks (ZeRO stage 1), so that each keeps 1 / size of it and
+            updates these numbers alone. Weights become what they become without. Of parameters in bfloat16 or float16
+            the state holds a float32 master copy, too. See docs/shard_state.md.
 
     With op="adasum" it returns Horovod's own optimizer instead, whose ``step`` combines what the ranks' steps would do.
 
     Raises:
-        InvalidArgumentError: bad options, an optimizer distributed twice, parameters that are not in the model, or
-            one whose gradient cannot travel. In ``backward``: a gradient of another kind than its parameter.
+        InvalidArgumentError: bad options, an optimizer distributed twice or one whose state cannot be divided,
+            parameters that are not in the model, or one whose gradient cannot travel. In ``backward``: a gradient of
+            another kind than its parameter.
         AgreementError: in ``backward``, on every rank: the ranks train different parameters.
     """
     layout = BucketLayout(bucket_mb, groups, sparse_as_dense)
+    divided = require_alone(shard_state, every=every, op=op, process_set=process_set)
     how = {"compression": compression, "op": op, "process_set": process_set}
     outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
     if outer_options is None:
         options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-        return averaging.distributed(optimizer, model, options, layout, process_set)
+        return averaging.distributed(optimizer, model, options, layout, process_set, divided)
     options = GradientOptions(op, "none", backward_passes_per_step, gradient_predivide_factor)
     made = averaging.distributed(
         optimizer, model, options, layout, group_of(starting.of(hvd, ""), state.RANKS, process_set, hvd)

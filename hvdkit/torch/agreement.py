@@ -13,7 +13,7 @@ from hvdkit.torch import seeds
 from hvdkit.torch.buffers import own_buffers
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import flattened
-from hvdkit.torch.state import RANKS, layout, model_tensors
+from hvdkit.torch.state import RANKS, layout, model_tensors, state_of
 
 
 def check_agreement(
@@ -109,5 +109,5 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
             for index, item in enumerate(value):
                 collect(f"{prefix}.{index}", item)
 
-    collect("optimizer", optimizer.state_dict())
+    collect("optimizer", state_of(optimizer))
     return tensors

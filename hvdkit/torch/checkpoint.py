@@ -17,12 +17,12 @@ import torch
 from hvdkit import __version__
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import random_state
+from hvdkit.steps import random_state, shard_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints, Write
-from hvdkit.torch import seeds, state
+from hvdkit.torch import seeds, sharded, state
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import rebuilt
 from hvdkit.torch.schedule import Warmup, set_rate
@@ -178,7 +178,11 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         ((extra, trainable_only),) = more
         if extra is not None and not isinstance(extra, dict):
             raise InvalidArgumentError(f"extra must be a dict of what to save by name, got {type(extra).__name__}.")
-        states = state.model_state(model, trainable_only), None if optimizer is None else optimizer.state_dict(), extra
+        states = (
+            state.model_state(model, trainable_only),
+            None if optimizer is None else state.state_of(optimizer),
+            extra,
+        )
         if self._writer is None:
             written: Saved = super()._put(on_disk, *(rebuilt(one, state.plain_number) for one in states))
             return written
@@ -201,10 +205,15 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], dict[str, Any]]:
         """Read both state dicts. Where putting them fails, the model is as before; see ``_of_this_model``."""
-        file, other_file = saved.path / "model.pt", saved.path / "optimizer.pt"
+        file, other_file = saved.path / "model.pt", saved.path / sharded.FILE
         partly = saved.metadata.get(_TRAINABLE) is True
         contents, left = _of_this_model(file, _read_file(file, model), model, partly, **options)
-        slots = None if optimizer is None else _read_file(other_file, optimizer)
+        slots: Any = None if optimizer is None else _read_file(other_file, optimizer)
+        if hasattr(optimizer, state.SHARDED):
+            slots = {**slots, "state": {}}  # each rank reads its own
+        elif optimizer is not None and shard_state.files_in(saved.path, sharded.FILE):
+            pieces = self._pieces(saved, optimizer)
+            slots = {**slots, "state": sharded.SavedState(pieces).whole(state.parameters_of(optimizer))}
 
         def put() -> dict[str, Any]:
             before = state.HostCopies().of("", state.model_state(model))
@@ -220,6 +229,30 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             return left
 
         return put
+
+    def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:
+        divided = getattr(optimizer, state.SHARDED, None)
+        if divided is None:
+            return None
+        self.wait()  # its end removes what was begun
+
+        def write(directory: Path) -> Path:
+            ranks = self._ranks()
+            file = directory / shard_state.file_of(sharded.FILE, ranks.rank(), ranks.size())
+            _write_readable(file, divided.own_state(optimizer))
+            return file
+
+        return write
+
+    def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
+        divided = getattr(optimizer, state.SHARDED, None)
+        if divided is None:
+            return lambda: None
+        loaded: Callable[[], None] = divided.loading(optimizer, sharded.SavedState(self._pieces(saved, optimizer)))
+        return loaded
+
+    def _pieces(self, saved: Saved, optimizer: Any) -> list[dict[str, Any]]:
+        return sharded.saved_pieces(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
 
     def _read_extra(self, directory: Path) -> Any:
         file = directory / "extra.pt"
@@ -311,10 +344,11 @@ def _write_readable(file: Path, contents: Any) -> None:
         ) from error
 
 
-def _read_file(file: Path, target: Any) -> Any:
+def _read_file(file: Path, target: Any, *, mmap: bool = False) -> Any:
+    """The state dict in a file; with ``mmap`` tensors are read when they are used."""
     require_stored(file)
     with _fitting(file, target):
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(str(file), map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def _of_this_model(

@@ -9,11 +9,12 @@ import horovod.torch as hvd
 import torch
 from horovod.common.elastic import State
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.optimizer import forget_agreements
 from hvdkit.torch.schedule import Warmup
-from hvdkit.torch.state import RANKS, HostCopies, load_optimizer, send
+from hvdkit.torch.state import RANKS, SHARDED, HostCopies, load_optimizer, send
 
 
 class ElasticState(ElasticBase, State):  # type: ignore[misc]
@@ -44,6 +45,11 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         rule: str = "linear",
         **values: Any,
     ) -> None:
+        if hasattr(optimizer, SHARDED):
+            raise InvalidArgumentError(
+                "with shard_state=True a rank that is lost takes its part of the optimizer's state along; leave it "
+                "out, or train without ElasticState and go on from Checkpoints."
+            )
         self.model, self.optimizer = model, optimizer
         self._copies = HostCopies()
         self._begin(hvd, RANKS, loader=require_sharded(loader), schedule=schedule, rule=rule, values=values)

@@ -51,6 +51,16 @@ def named_of(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
     return ((plain_name(name), one) for name, one in model.named_parameters())
 
 
+def of_sparse_modules(model: torch.nn.Module) -> Iterator[Parameter]:
+    """Parameters whose gradients are sparse."""
+    return (
+        one
+        for module in model.modules()
+        if getattr(module, "sparse", False)
+        for one in module.parameters(recurse=False)
+    )
+
+
 def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
     """Buckets of parameters that train; at least one.
 
@@ -166,8 +176,7 @@ class Exchange:
         model = self._model()
         named = [] if model is None else list(named_of(model))
         places = {id(one): (name, place) for place, (name, one) in enumerate(named)}
-        modules = (one for one in model.modules() if getattr(one, "sparse", False)) if model else ()
-        sparse = {id(one) for module in modules for one in module.parameters(recurse=False)}
+        sparse = {id(one) for one in of_sparse_modules(model)} if model else set()
         for one in new:
             later = len(places) + len(self._members)
             name, order = places.get(id(one), (f"added.{later}", later))

@@ -22,8 +22,10 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch.backward import exchanges, look_at_steps
 from hvdkit.torch.buckets import BucketLayout, Named
-from hvdkit.torch.exchange import Exchange, named_of
+from hvdkit.torch.divisible import works_on_numbers
+from hvdkit.torch.exchange import Exchange, named_of, of_sparse_modules
 from hvdkit.torch.private import eagerly
+from hvdkit.torch.sharded import ShardedOptimizer
 from hvdkit.torch.state import DISTRIBUTED, parameters_of, sample_of
 
 _COUNTED = "_hvdkit_counted"
@@ -35,6 +37,7 @@ def distributed(
     options: GradientOptions,
     layout: BucketLayout,
     process_set: Any,
+    shard_state: bool = False,
 ) -> torch.optim.Optimizer:
     """The inside of ``hvdkit.torch.distribute``, which says what is taken and refused."""
     for what, given, kind in (("optimizer", optimizer, torch.optim.Optimizer), ("model", model, torch.nn.Module)):
@@ -71,8 +74,13 @@ def distributed(
     if options.op == "adasum":
         optimizer = _adasum(optimizer, named, options)
     else:
+        divided = shard_state and ranks.size() > 1
+        may_cut = works_on_numbers(optimizer) if divided else False
         Exchange(optimizer, model, options, layout, ranks)
         look_at_steps()
+        if divided:
+            sparse = {id(one) for one in of_sparse_modules(model)} if not layout.sparse_as_dense else set()
+            ShardedOptimizer(optimizer, may_cut, sparse)
     setattr(optimizer, DISTRIBUTED, " (distributed)")
     passes.expect_steps()
     passes.look_at_weights(model, sample_of)

@@ -56,6 +56,12 @@ def put_hook(handle: Any, hook: Callable[[torch.Tensor], None]) -> None:
     handle.hooks_dict_ref()[handle.id] = hook
 
 
+def call_first_after_step(optimizer: Any, hook: Callable[..., None]) -> None:
+    """Call a hook when an optimizer has stepped, before all that were registered until now."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+
+
 gradient_hooks: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks that see a parameter's gradient after it was added up, and may change it; a dict or None."""
 

@@ -36,6 +36,8 @@ _WRAPPER = "module."
 """Before each name in the state of a model that DistributedDataParallel or DataParallel wraps."""
 DISTRIBUTED = "_hvdkit_distributed"
 """Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits forever."""
+SHARDED = "_hvdkit_sharded"
+"""Attribute of an optimizer whose state is divided among the ranks: its ``ShardedOptimizer``."""
 
 
 def plain_name(name: str) -> str:
@@ -173,7 +175,9 @@ def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: 
     if optimizer is None:
         return
     name = "hvdkit.optimizer_outline"
-    if _keeps_its_state_itself(optimizer):
+    if hasattr(optimizer, SHARDED):  # each rank's state is its own
+        broadcast_nested(optimizer.param_groups, root, name, parameters_of(optimizer))
+    elif keeps_its_state_itself(optimizer):
         received = broadcast_nested(optimizer.state_dict(), root, name)
         if hvd.rank() != root:
             optimizer.load_state_dict(received)
@@ -231,7 +235,7 @@ def broadcast_nested(value: Any, root: int, name: str, parameters: Iterable[torc
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """``optimizer.load_state_dict`` that changes groups, states and tensors in place; where it fails, nothing."""
-    if _keeps_its_state_itself(optimizer):
+    if keeps_its_state_itself(optimizer):
         optimizer.load_state_dict(state)
         return
     before = _live_state(optimizer)
@@ -245,7 +249,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     placing.copy()
 
 
-def _keeps_its_state_itself(optimizer: torch.optim.Optimizer) -> bool:
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state_dict; without the state where that is divided among the ranks."""
+    sharded = getattr(optimizer, SHARDED, None)
+    found: dict[str, Any] = optimizer.state_dict() if sharded is None else sharded.outline(optimizer)
+    return found
+
+
+def keeps_its_state_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its class has other ways for its state than PyTorch's: around another optimizer, or compressed."""
     own, usual = type(optimizer), torch.optim.Optimizer
     return own.state_dict is not usual.state_dict or own.load_state_dict is not usual.load_state_dict

@@ -1,0 +1,381 @@
+"""An optimizer whose state is divided among the ranks (ZeRO stage 1); the inside of ``distribute(shard_state=True)``.
+
+In a step every rank has the user's optimizer update its own pieces alone, and then gets the others' from their owners.
+The optimizer holds the user's parameters again when its step returns. Its state is that of the pieces: of a parameter
+itself where a rank has all of it, else of a stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import types
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvdkit.core import layout as core_layout
+from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps import shard_state
+from hvdkit.steps.shard_state import Piece
+from hvdkit.torch import private
+from hvdkit.torch.state import RANKS, SHARDED, HostCopies, broadcast_nested, load_optimizer, parameters_of
+
+_NUMBERS = itertools.count()
+_HALF = (torch.float16, torch.bfloat16)
+_MASTER = "master"
+FILE = "optimizer.pt"
+"""Of a checkpoint: the state_dict, without the state where that was divided."""
+
+
+class _Part:
+    """A piece of a parameter.
+
+    Attributes:
+        stand_in: on its owner, what the optimizer updates: the parameter, a slice of its memory, or of a parameter in
+            16 bits the float32 master copy of the piece.
+    """
+
+    def __init__(self, parameter: Any, piece: Piece, mine: bool) -> None:
+        self.parameter, self.piece, self.stand_in = parameter, piece, None
+        self.has_master = parameter.dtype in _HALF
+        if mine:
+            inside = self.inside()
+            if self.has_master:
+                self.stand_in = torch.nn.Parameter(inside.float())
+            else:
+                self.stand_in = torch.nn.Parameter(inside) if piece.cut else parameter
+
+    def inside(self) -> torch.Tensor:
+        """Of the parameter's memory, flat where it is cut; a whole one as it is."""
+        own: torch.Tensor = self.parameter.detach()
+        return own.view(-1)[self.piece.start : self.piece.stop] if self.piece.cut else own
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece of a tensor of the parameter's shape."""
+        return tensor.reshape(-1)[self.piece.start : self.piece.stop] if self.piece.cut else tensor
+
+    def prepare(self) -> None:
+        """Before a step: the stand-in is what the parameter is now, and has its gradient."""
+        stand_in: Any = self.stand_in
+        if stand_in is self.parameter:
+            return
+        now, gradient = self.inside(), self.parameter.grad
+        if self.has_master:  # the program may have changed some, clamped or loaded them
+            stand_in.data = torch.where(stand_in.detach().to(now.dtype) == now, stand_in.detach(), now.float())
+        else:
+            stand_in.data = now
+        stand_in.grad = None if gradient is None else self.of(gradient).to(stand_in.dtype)
+
+    def accept(self) -> None:
+        """After a step: the parameter is what the stand-in has become."""
+        stand_in: Any = self.stand_in
+        if stand_in is self.parameter:
+            return
+        stand_in.grad = None
+        if self.has_master:
+            self.inside().copy_(stand_in.detach())
+
+
+class ShardedOptimizer:
+    """What ``distribute(shard_state=True)`` adds to an optimizer.
+
+    Args:
+        optimizer: the user's.
+        may_cut: see ``works_on_numbers``.
+        sparse: the id of each parameter whose gradient is sparse, which stays whole.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, may_cut: bool, sparse: Collection[int]) -> None:
+        self._may_cut, self._sparse = may_cut, sparse
+        self._number = next(_NUMBERS)
+        self._parts: dict[int, list[_Part]] = {}  # by the id of the parameter
+        self._known: list[int] = []
+        self._messages: list[list[_Part]] = []
+        self._groups: list[tuple[dict[str, Any], list[Any]]] = []  # during a step, and their parameters
+        setattr(optimizer, SHARDED, self)
+        optimizer.register_step_pre_hook(private.eagerly(self._before))
+        private.call_first_after_step(optimizer, private.eagerly(self._after))
+        optimizer.register_state_dict_pre_hook(_refuse)
+        optimizer.register_load_state_dict_post_hook(self._take_over)
+        stepping = optimizer.step
+
+        @functools.wraps(stepping)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return stepping(*args, **kwargs)
+            finally:
+                self._put_back()  # an error ended it
+
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        self.follow(optimizer)
+
+    # Division ------------------------------------------------------------------------------------------------------
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide what the optimizer trains now, and did not before."""
+        held = parameters_of(optimizer)
+        trained = [one for one in held if one.requires_grad and one.numel()]
+        if list(map(id, trained)) == self._known:
+            return
+        self._known = list(map(id, trained))
+        for gone in self._parts.keys() - set(map(id, held)):
+            for part in self._parts.pop(gone):
+                optimizer.state.pop(part.stand_in, None)  # type: ignore[arg-type]
+        new = [one for one in trained if id(one) not in self._parts]
+        whole = [place for place, one in enumerate(new) if not (self._may_cut and self._can_cut(one))]
+        for piece in shard_state.divide([one.numel() for one in new], RANKS.size(), whole):
+            one = new[piece.place]
+            part = _Part(one, piece, piece.owner == RANKS.rank())
+            self._parts.setdefault(id(one), []).append(part)
+        self._take_over(optimizer)
+        parts = self._all()
+        kinds = [(part.piece.owner, part.parameter.dtype, part.parameter.device) for part in parts]
+        sizes = [(part.piece.stop - part.piece.start) * part.parameter.element_size() for part in parts]
+        buckets = core_layout.in_buckets(kinds, sizes, shard_state.MESSAGE_BYTES)
+        self._messages = [[parts[place] for place in bucket] for bucket in buckets]
+
+    def _can_cut(self, parameter: torch.Tensor) -> bool:
+        return parameter.is_contiguous() and id(parameter) not in self._sparse and type(parameter.data) is torch.Tensor
+
+    def _all(self) -> list[_Part]:
+        return [part for parts in self._parts.values() for part in parts]
+
+    def _mine(self) -> list[_Part]:
+        return [part for part in self._all() if part.stand_in is not None]
+
+    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep of a whole state, from before or loaded, what is this rank's."""
+        for parts in self._parts.values():
+            parameter = parts[0].parameter
+            if all(part.stand_in is parameter for part in parts):
+                continue
+            whole = optimizer.state.pop(parameter, None)
+            for part in parts if whole is not None else ():
+                if part.stand_in is not None:
+                    optimizer.state[part.stand_in] = {key: _own(part, value) for key, value in whole.items()}
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:  # it clears and computes the parameters' gradients
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (args[0], lambda: loss, *args[2:]), {**kwargs}
+            kwargs.pop("closure", None)
+        self.follow(optimizer)
+        for part in self._mine():
+            part.prepare()
+        self._put_in(optimizer)
+        return args, kwargs
+
+    @torch.no_grad()
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        self._put_back()
+        for part in self._mine():
+            part.accept()
+        self._give()
+
+    def _put_in(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            own = [part.stand_in for one in group["params"] for part in self._parts.get(id(one), ())]
+            self._groups.append((group, group["params"]))
+            group["params"] = [stand_in for stand_in in own if stand_in is not None]
+
+    def _put_back(self) -> None:
+        for group, parameters in self._groups:
+            group["params"] = parameters
+        self._groups = []
+
+    def _give(self) -> None:
+        """Have every rank get what the owners have updated."""
+        sent = []
+        for number, parts in enumerate(self._messages):
+            pieces, owner = [part.inside() for part in parts], parts[0].piece.owner
+            if in_place := len(pieces) == 1 and pieces[0].is_contiguous():
+                message = pieces[0].view(-1)
+            elif owner == RANKS.rank():
+                message = torch.cat([piece.reshape(-1) for piece in pieces])
+            else:
+                message = pieces[0].new_empty(sum(map(torch.Tensor.numel, pieces)))
+            name = f"hvdkit.shard_state.{self._number}.{number}"
+            handle = hvd.broadcast_async_(message.view(torch.uint8), owner, name=name)
+            sent.append((handle, message, [] if in_place or owner == RANKS.rank() else pieces))
+        for handle, message, pieces in sent:
+            hvd.synchronize(handle)
+            if pieces:
+                got: Any = torch.split(message, list(map(torch.Tensor.numel, pieces)))
+                private.foreach_copy(pieces, [one.view(piece.shape) for one, piece in zip(got, pieces, strict=True)])
+
+    # In checkpoints -------------------------------------------------------------------------------------------------
+
+    def outline(self, optimizer: Any) -> dict[str, Any]:
+        """Its state_dict without the state, which no rank has: the same on every rank."""
+        return {"state": {}, "param_groups": _numbered(optimizer.param_groups, parameters_of(optimizer))}
+
+    def own_state(self, optimizer: Any) -> list[dict[str, Any]]:
+        """What this rank keeps, for a file: of each piece its place in the state_dict, numbers, shape and state."""
+        places = {id(one): place for place, one in enumerate(parameters_of(optimizer))}
+        return [
+            {
+                "place": places[id(part.parameter)],
+                "start": part.piece.start,
+                "stop": part.piece.stop,
+                "shape": list(part.parameter.shape),
+                "state": dict(optimizer.state.get(part.stand_in, {})),
+                "master": part.stand_in.detach() if part.has_master else None,  # type: ignore[union-attr]
+            }
+            for part in self._mine()
+        ]
+
+    def loading(self, optimizer: Any, saved: SavedState) -> Callable[[], None]:
+        """What makes this rank's state that of a checkpoint, once all ranks have found that theirs fits.
+
+        Raises:
+            CheckpointError: it is that of other parameters.
+        """
+        mine, places = self._mine(), {id(one): place for place, one in enumerate(parameters_of(optimizer))}
+        found = [
+            saved.of(places[id(part.parameter)], part.piece.start, part.piece.stop, part.parameter.shape)
+            for part in mine
+        ]
+
+        def load() -> None:
+            self._put_in(optimizer)
+            try:
+                held = parameters_of(optimizer)
+                order = {id(one): place for place, one in enumerate(held)}
+                groups = _numbered(optimizer.param_groups, held)
+                states = {
+                    order[id(part.stand_in)]: {key: value for key, value in state.items() if key != _MASTER}
+                    for part, state in zip(mine, found, strict=True)
+                }
+                load_optimizer(optimizer, {"state": states, "param_groups": groups})
+            finally:
+                self._put_back()
+            for part, state in zip(mine, found, strict=True):
+                if part.has_master and _MASTER in state:
+                    part.stand_in.data.copy_(state[_MASTER])  # type: ignore[union-attr]
+
+        return load
+
+
+class SavedState:
+    """The state of all parameters, from the pieces that ranks have saved, or from a whole state_dict."""
+
+    def __init__(self, pieces: Iterable[dict[str, Any]]) -> None:
+        self._pieces: dict[int, list[dict[str, Any]]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece["place"], []).append(piece)
+
+    def of(self, place: int, start: int, stop: int, shape: Sequence[int]) -> dict[str, Any]:
+        """The state of the numbers ``start .. stop`` of a parameter of this shape, flat if they are a part of it.
+
+        Raises:
+            CheckpointError: it was saved of another shape, or incompletely.
+        """
+        pieces = self._pieces.get(place, [])
+        if not pieces or not pieces[0]["state"]:
+            return {}
+        whole = stop - start == math.prod(shape)
+        for piece in pieces:
+            if piece["shape"] is not None and piece["shape"] != list(shape):
+                raise CheckpointError(
+                    f"the optimizer's state of parameter {place} is one of shape {piece['shape']}, and the parameter's "
+                    f"is {list(shape)}; restore into the model that was saved."
+                )
+            piece.setdefault("stop", math.prod(shape))
+        parts = shard_state.span([(one["start"], one["stop"]) for one in pieces], start, stop, f"parameter {place}")
+        first = pieces[parts[0][0]]
+        if len(parts) == 1 and parts[0][1:] == (0, stop - start) == (0, first["stop"] - first["start"]):
+            return _with_master(first)
+        found = {}
+        for key, value in _with_master(first).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == first["stop"] - first["start"]:
+                values = [_with_master(pieces[number])[key].reshape(-1)[begin:end] for number, begin, end in parts]
+                value = torch.cat(values).reshape(shape if whole else -1)
+            found[key] = value
+        return found
+
+    def whole(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """The state of a state_dict of an optimizer with these parameters."""
+        states = {place: self.of(place, 0, one.numel(), one.shape) for place, one in enumerate(parameters)}
+        return {
+            place: {key: value for key, value in state.items() if key != _MASTER}
+            for place, state in states.items()
+            if state
+        }
+
+
+def _with_master(piece: dict[str, Any]) -> dict[str, Any]:
+    return piece["state"] if piece.get("master") is None else {**piece["state"], _MASTER: piece["master"]}
+
+
+def _numbered(groups: Any, parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameter groups as in a state_dict."""
+    places = {id(one): place for place, one in enumerate(parameters)}
+    return [{**group, "params": [places[id(one)] for one in group["params"]]} for group in groups]
+
+
+def saved_pieces(directory: Path, read: Callable[[Path], Any]) -> list[dict[str, Any]]:
+    """What all ranks saved of an optimizer's state; or the whole of one that was not divided, as pieces.
+
+    Raises:
+        CheckpointError: it is incomplete, or not of pieces.
+    """
+    files = shard_state.files_in(directory, FILE)
+    if not files:
+        states = read(directory / FILE)["state"]
+        return [{"place": place, "start": 0, "shape": None, "state": state} for place, state in states.items()]
+    pieces = [piece for file in files for piece in read(file)]
+    if not all(
+        isinstance(piece, dict) and {"place", "start", "stop", "shape", "state"} <= piece.keys() for piece in pieces
+    ):
+        raise CheckpointError(f"{files[0]} does not hold the pieces of an optimizer's state.")
+    return pieces
+
+
+def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """The whole ``state_dict`` of an optimizer whose state is divided among the ranks; a collective.
+
+    Any optimizer of the same class takes it, on one process or many, divided (on every rank) or not; master copies are
+    left out. ``Checkpoints`` saves without it, each rank its own.
+
+    Args:
+        optimizer: distributed with ``shard_state=True``; of another it is the ``state_dict`` as it is.
+    Returns:
+        On rank 0 the state_dict, in the host's memory; on the others None.
+    """
+    sharded: ShardedOptimizer | None = getattr(optimizer, SHARDED, None)
+    if sharded is None:
+        return optimizer.state_dict() if RANKS.rank() == 0 else None
+    pieces: list[dict[str, Any]] = []
+    for owner in range(RANKS.size()):
+        mine = sharded.own_state(optimizer) if owner == RANKS.rank() else None
+        received = broadcast_nested(mine, owner, "hvdkit.gather_state")
+        if RANKS.rank() == 0:
+            pieces += HostCopies().of("", received)
+    if RANKS.rank() != 0:
+        return None
+    return {**sharded.outline(optimizer), "state": SavedState(pieces).whole(parameters_of(optimizer))}
+
+
+def _own(part: _Part, value: Any) -> Any:
+    """Of a whole state what belongs to a piece: of what has the parameter's shape, its numbers."""
+    if not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
+        return value
+    own = part.of(value).clone()
+    return own.float() if part.has_master else own
+
+
+def _refuse(optimizer: Any) -> None:
+    raise InvalidArgumentError(
+        f"the state of this {type(optimizer).__name__} is divided over {RANKS.size()} ranks (shard_state=True), and no "
+        "rank has its state_dict(); save it by Checkpoints, or call gather_state(optimizer) on every rank."
+    )

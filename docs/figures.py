@@ -5,9 +5,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
+
+from hvdkit.common import plot
+from hvdkit.measure.plan.memory import of_numbers, per_rank
 
 ROOT = Path(__file__).parents[1]
 TIMELINE = ROOT / "tests/data/timelines/atpesc-2023-cpu-8ranks.json"
@@ -53,6 +57,28 @@ def large_batch() -> None:
         shutil.copy(Path(directory) / "large_batch.png", ROOT / "docs")
 
 
+def shard_state() -> None:
+    """Memory by the number of ranks, whole and divided."""
+    ranks = (1, 2, 4, 8, 16, 32, 64)
+
+    def draw(axes: Any) -> None:
+        kinds: dict[str, dict[str, Any]] = {
+            "float32": {},
+            "bfloat16, float32 copies": {"dtype": "bfloat16", "mixed": True},
+        }
+        for words, settings in kinds.items():
+            need = of_numbers(1.5e9, **settings)
+            rows = [per_rank(need, number) for number in ranks]
+            axes.plot(ranks, [row.zero[1] / 1e9 for row in rows], "o-", label=f"{words}, divided")
+        axes.plot(ranks, [row.data_parallel / 1e9 for row in rows], "k--", label="either, whole")  # 16 bytes each
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [str(number) for number in ranks])
+        axes.set(xlabel="ranks", ylabel="GB on one rank", ylim=(0, None))
+        axes.legend()
+
+    plot.write(ROOT / "docs/shard_state.svg", draw)
+
+
 def confusion() -> None:
     """What `hvdkit explain` named, of the jobs in docs/data."""
     words = "benchmarks/explain.py --out docs/data/explain.jsonl --minutes 0 --plot docs/explain.svg"
@@ -63,5 +89,6 @@ if __name__ == "__main__":
     timeline_report()
     plots()
     large_batch()
+    shard_state()
     confusion()
     subprocess.run([sys.executable, "tests/tools/test_watch.py"], cwd=ROOT, check=True)

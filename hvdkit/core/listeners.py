@@ -65,6 +65,17 @@ def during(name: str) -> Iterator[None]:
             recorder.event(name, begun, time.perf_counter() - begun)
 
 
+@contextlib.contextmanager
+def sharing_weights() -> Iterator[None]:
+    """Say that this rank meanwhile gets the weights that others have updated (``shard_state=True``)."""
+    for monitor in MONITORS:
+        monitor.ready()
+    with during("shard_state"):
+        yield
+    for monitor in MONITORS:
+        monitor.arrived()
+
+
 def looked(parameter: str, norm: Any) -> None:
     """Say what the norm of this rank's own gradient of a parameter is: not finite, or not known to the host yet."""
     for monitor in MONITORS:

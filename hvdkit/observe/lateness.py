@@ -42,6 +42,7 @@ DOING = {
     "fsync": ("waits for its disk (fsync)", "wait for their disks (fsync)"),
     "saving": ("saves a checkpoint", "save a checkpoint"),
     "evaluation": ("evaluates", "evaluate"),
+    "shard_state": ("gets the weights that others updated", "get the weights that others updated"),
 }
 """What one rank does that the others wait for, and what several do."""
 

@@ -62,7 +62,8 @@ class StepEvent:
     """Something of this process that took time within the steps.
 
     Attributes:
-        name: "gc" (garbage collection), "fsync" (the disk has it), "saving" (a checkpoint) or "evaluation".
+        name: "gc" (garbage collection), "fsync" (the disk has it), "saving" (a checkpoint), "evaluation", or
+            "shard_state" (weights that other ranks have updated).
         at: when it began, on the clock of the steps.
         seconds: how long it took.
     """

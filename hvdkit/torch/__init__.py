@@ -368,7 +368,14 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world:
         world: the job.
     Returns:
         The rank that ended last, whose state all have now.
+    Raises:
+        InvalidArgumentError: an optimizer with ``shard_state=True``: the others wait for what this rank updates.
     """
+    if hasattr(optimizer, state.SHARDED):
+        raise InvalidArgumentError(
+            "with shard_state=True every rank takes every step, since the others wait for what it updates; shard an "
+            "iterable data set, or use remainder='exact', instead of join."
+        )
     # Horovod makes its zeros there, and all ranks must reduce on one kind of device.
     on_gpu = next((parameter.device.index for parameter in model.parameters() if parameter.is_cuda), -1)
     last = int(hvd.join(on_gpu)) if world.size > 1 else 0

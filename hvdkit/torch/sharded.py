@@ -19,6 +19,7 @@ import horovod.torch as hvd
 import torch
 
 from hvdkit.core import layout as core_layout
+from hvdkit.core import listeners
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import shard_state
 from hvdkit.steps.shard_state import Piece
@@ -97,6 +98,7 @@ class ShardedOptimizer:
         self._known: list[int] = []
         self._messages: list[list[_Part]] = []
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []  # during a step, and their parameters
+        self._within = 0  # steps: an optimizer's may call that of its base class
         setattr(optimizer, SHARDED, self)
         optimizer.register_step_pre_hook(private.eagerly(self._before))
         private.call_first_after_step(optimizer, private.eagerly(self._after))
@@ -108,8 +110,9 @@ class ShardedOptimizer:
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return stepping(*args, **kwargs)
-            finally:
-                self._put_back()  # an error ended it
+            finally:  # also where an error ended it
+                self._put_back()
+                self._within = 0
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         self.follow(optimizer)
@@ -163,6 +166,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._within += 1
+        if self._within > 1:
+            return args, kwargs
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:  # it clears and computes the parameters' gradients
             with torch.enable_grad():
@@ -177,6 +183,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        self._within -= 1
+        if self._within:
+            return
         self._put_back()
         for part in self._mine():
             part.accept()
@@ -193,6 +202,7 @@ class ShardedOptimizer:
             group["params"] = parameters
         self._groups = []
 
+    @listeners.sharing_weights()
     def _give(self) -> None:
         """Have every rank get what the owners have updated."""
         sent = []

@@ -66,6 +66,14 @@ TORCH = {
     Place("eight_steps.md", "PyTorch: contrastive losses"): Block(
         "hk torch F=functional world loader=views model optimizer", GRADIENTS
     ),
+    Place("shard_state.md", "The optimizer's state, divided"): Block(
+        "torch hk world everyone model",
+        "everyone(len(optimizer.state)) == [0, 0] and hasattr(optimizer, '_hvdkit_sharded')",
+    ),
+    Place("shard_state.md", "Checkpoints"): Block(
+        "hk world everyone model optimizer=divided",
+        "everyone(0) and {'optimizer.safetensors', 'model.safetensors'} <= {one.name for one in Path().iterdir()}",
+    ),
     Place("elastic.md", "Elastic trainings"): Block("hk epochs make", "state.step == len(loader) == 2"),
     Place("emulate.md", "The tutorial's network"): Block(
         "torch", "Classifier()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)"
@@ -153,6 +161,15 @@ class Shelf:
         optimizer = self.torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.hk.distribute(optimizer, self.model)
         self.hk.broadcast_state(self.model, optimizer)
+        return optimizer
+
+    @functools.cached_property
+    def divided(self) -> Any:
+        optimizer = self.torch.optim.AdamW(self.model.parameters())
+        self.hk.distribute(optimizer, self.model, shard_state=True)
+        self.hk.broadcast_state(self.model, optimizer)
+        self.model(self.torch.ones(1, FEATURES)).sum().backward()
+        optimizer.step()
         return optimizer
 
     @functools.cached_property

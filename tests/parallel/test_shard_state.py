@@ -160,6 +160,21 @@ def test_a_closure_sparse_gradients_and_channels_last(hk, world):
 
 
 @on_ranks("torch", n=2)
+def test_a_step_that_changes_gradients_and_calls_that_of_its_base(hk, world):
+    import torch
+
+    class Centralized(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            for one in (one for group in self.param_groups for one in group["params"]):
+                one.grad = one.grad * 0.5 + 0.01 * one.detach()
+            return super().step(closure)
+
+    whole, _ = trained(hk, world, lambda model: Centralized(model.parameters(), lr=0.01), sharded=False)
+    found, _ = trained(hk, world, lambda model: Centralized(model.parameters(), lr=0.01), sharded=True)
+    np.testing.assert_allclose(weights(found), weights(whole), rtol=0, atol=1e-12)
+
+
+@on_ranks("torch", n=2)
 def test_parameters_in_16_bits_have_float32_copies_that_follow_the_program(hk, world):
     """As float32 training whose weights are rounded for each forward."""
     import torch
@@ -243,6 +258,8 @@ def test_what_cannot_be_divided_is_refused_by_name(hk, world):
         optimizer.state_dict()
     with pytest.raises(InvalidArgumentError, match="a rank that is lost"):
         hk.ElasticState(model, optimizer, loader=None)
+    with pytest.raises(InvalidArgumentError, match="every rank takes every step"):
+        hk.join(model, optimizer, world)
 
 
 @on_ranks("torch", n=2)

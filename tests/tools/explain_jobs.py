@@ -207,6 +207,11 @@ def named_evaluation_of_the_root(job):
     job.events[0] = [("evaluation", step, 1.0) for step in range(49, STEPS, 50)]
 
 
+def sharing_of_all(job):
+    job.compute += 0.02
+    job.events = [[("shard_state", step, 0.02) for step in range(STEPS)]] * 4
+
+
 def growth_of_all(job):
     job.compute *= 1 + np.arange(STEPS) / STEPS
 
@@ -263,6 +268,7 @@ INJECTED = {
     evaluation_of_the_root: ("pause", (0,), 20e-3),
     saving_of_all: ("pause", (), 20e-3),
     named_evaluation_of_the_root: ("pause", (0,), 20e-3),
+    sharing_of_all: ("exchange", (), 20e-3),
     growth_of_all: ("growth", (), 10e-3),
     growth_of_one: ("growth", (2,), 10e-3),
     slower_since: ("growth", (), 4e-3),

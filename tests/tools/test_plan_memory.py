@@ -133,7 +133,9 @@ def test_all_that_a_transformer_layer_keeps():
 def test_a_rank_that_is_too_small_is_status_1_and_the_stage_that_fits_is_named(capsys):
     words = ["--parameters", "7.5B", "--dtype", "float16", "--mixed", "-n", "64", "--capacity-gb"]
     known = ["--layers", "32", "--sequence", "2048", "--hidden", "4096"]
-    assert "ZeRO stage 1 would do" in " ".join(found(capsys, *words, "50", *known, status=1)["notes"])
+    assert "ZeRO stage 1 (distribute(shard_state=True)) would do" in " ".join(
+        found(capsys, *words, "50", *known, status=1)["notes"]
+    )
     assert "no stage of ZeRO" in " ".join(found(capsys, *words, "1", status=1)["notes"])
     assert "On 1 rank a rank" in " ".join(found(capsys, *words[:-2], "1", "--capacity-gb", "1", status=1)["notes"])
     for near in ("125", "140"):  # an estimate of 129 GB, which may be 20 % too high or too low
@@ -142,7 +144,8 @@ def test_a_rank_that_is_too_small_is_status_1_and_the_stage_that_fits_is_named(c
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "said"), [("1000", "a rank has 888 GB left"), ("80", "ZeRO stage 1 leaves 41.5 GB")]
+    ("gigabytes", "said"),
+    [("1000", "a rank has 888 GB left"), ("80", "ZeRO stage 1 (distribute(shard_state=True)) leaves 41.5 GB")],
 )
 def test_nothing_suffices_while_the_activations_are_not_known(capsys, gigabytes, said):
     words = ["--parameters", "7B", "--dtype", "bfloat16", "--mixed", "-n", "8", "--capacity-gb", gigabytes]

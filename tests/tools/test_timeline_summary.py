@@ -183,6 +183,7 @@ def packed_steps(count=10):
             writer.exchange((f"alltoall.{name}.0.parts",), now + 150, kind="ALLTOALL")
             writer.events[-1].pop("args")  # Horovod writes none of an alltoall
             writer.exchange((f"allgather.{name}.0.mean",), now + 350, kind="ALLGATHER", elements=65_000, wire=200)
+        writer.exchange(("broadcast.hvdkit.shard_state.0.0",), start + 4000, kind="BROADCAST", elements=500, wire=100)
         if step % 5 == 4:
             writer.exchange(("allreduce.hvdkit.outer.0",), start + 5000, elements=1 << 20, wire=700)
     return writer
@@ -199,8 +200,11 @@ def test_packed_gradients_are_what_a_step_reduces_and_outer_steps_are_not(tmp_pa
     assert outer.kinds == {"allreduce": 2} and outer.communication == pytest.approx(2 * 700)
     roles = {one.tensor: one.role for one in summary.tensors}
     assert roles["allreduce.hvdkit.outer.0"] == "outer step" and roles["allreduce.gradients.0.0.weight.word"] == ""
+    shared = summary.roles["shard_state"]
+    assert shared.kinds == {"broadcast": 10} and shared.communication == pytest.approx(10 * 100)
     assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
     text = capsys.readouterr().out
+    assert re.search(r"^shard_state +weights in 10 broadcasts", text, re.M)
     assert re.search(r"^packed +gradients in 20 alltoalls and 20 allgathers, 5.20 MB in all, 6.00 ms", text, re.M)
     assert re.search(r"^outer step +weights in 2 allreduces, 8.39 MB in all, 1.40 ms", text, re.M)
     assert " alltoall " not in text and text.count(" packed gradients ") == 4

@@ -67,7 +67,8 @@ class PerRank:
     Attributes:
         ranks: how many.
         data_parallel: plain data parallelism with Horovod: the whole on each rank, and Horovod's buffers on several.
-        zero: by stage of ZeRO: optimizer states, then gradients, then parameters too are cut into ``ranks`` parts.
+        zero: by stage of ZeRO (1 is ``distribute(shard_state=True)``): optimizer states, then gradients, then
+            parameters too are cut into ``ranks`` parts.
     """
 
     ranks: int
@@ -246,9 +247,9 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> t
         ranks = ranks_text(row.ranks)
         fits = [stage for stage, size in row.zero.items() if size <= (capacity if not suffices else capacity / MARGIN)]
         if row.data_parallel > (capacity * MARGIN if suffices else capacity):
-            then = f"ZeRO stage {fits[0]} would do" if fits else "no stage of ZeRO surely would, either"
+            then = f"{_stage(fits[0])} would do" if fits else "no stage of ZeRO surely would, either"
             if fits and need.activations is None:
-                then = f"ZeRO stage {fits[0]} leaves {bytes_text(capacity - row.zero[fits[0]])} for its activations, "
+                then = f"{_stage(fits[0])} leaves {bytes_text(capacity - row.zero[fits[0]])} for its activations, "
                 then += _UNKNOWN
             found.append(f"On {ranks} a rank needs more than it has with data parallelism; {then}.")
         elif need.activations is None:
@@ -261,6 +262,11 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> t
             )
     enough = suffices and all(row.data_parallel <= capacity / MARGIN for row in rows)
     return found, enough
+
+
+def _stage(number: int) -> str:
+    """A stage of ZeRO, and how hvdkit's user gets it."""
+    return f"ZeRO stage {number}{' (distribute(shard_state=True))' if number == 1 else ''}"
 
 
 _TERMS = ("parameters", "gradients", "states", "activations", "fusion_buffer", "compression")

@@ -17,13 +17,15 @@ COLLECTIVE_PREFIXES = ("MPI_", "NCCL_", "GLOO_", "CCL_", "DDL_")
 GROUPS = ("negotiate", "wait for data", "queue", "set up", "memcpy in", "collective", "memcpy out", "other")
 """Into what the phases of all operations and of all libraries are sorted, in the order in which they happen."""
 
-PACKED, OUTER = "packed gradients", "outer step"
+PACKED, OUTER, SHARED = "packed gradients", "outer step", "shard_state"
 
 
 def role_of(name: str, kind: str) -> str:
-    """What hvdkit sends under a name: ``PACKED`` (see ``core.compression``), ``OUTER`` (weights), or "" for others."""
+    """What hvdkit sends under a name: ``PACKED`` (see ``core.compression``), ``OUTER``, ``SHARED`` (weights), or ""."""
     if "hvdkit.outer." in name:
         return OUTER
+    if "hvdkit.shard_state." in name:
+        return SHARED
     return PACKED if (kind, name.rpartition(".")[2]) in (("ALLTOALL", "parts"), ("ALLGATHER", "mean")) else ""
 
 

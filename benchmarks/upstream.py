@@ -39,7 +39,7 @@ GONE = {
         (r"optimizer\.lr\b", "optimizer.learning_rate"),
         (r",\s*(experimental_run_tf_function=False|input_length=10|fused=False)", ""),
         (r"ThresholdedReLU\(0.5\)", "ReLU(threshold=0.5)"),
-        (r"keras\.(?:losses|metrics)\.(mean_squared_error|categorical_accuracy)", r"'\1'"),
+        (r"(?:tf\.)?keras\.(?:losses|metrics)\.(mean_squared_error|categorical_accuracy)", r"'\1'"),
         (r"if not hasattr\(keras.optimizers, 'legacy'\)", "if True"),
         (
             r"super\(\).__init__\(name=name, \*\*kwargs\)",
@@ -192,12 +192,17 @@ def judge(results, said, late, log):
         if "none" not in outcomes:
             results[test] = next(((one["outcome"], one["why"]) for one in of_ranks if one["why"]), ("passed", ""))
         elif not failing:
-            results[test] = ("failed", "hangs" if late else f"the process ends: {log.strip()[-200:]}")
+            results[test] = ("failed", "hangs" if late else f"the process ends: {cause(log)}")
             return True
     if not tests and not results:
-        errors = re.findall(r"^E   +(.+)", log, re.MULTILINE) or [log.strip()[-200:]]
-        results["before any test"] = ("failed", "hangs" if late else errors[-1])
+        results["before any test"] = ("failed", "hangs" if late else cause(log))
     return False
+
+
+def cause(log):
+    """The line of a job's output that says why it ended."""
+    errors = re.findall(r"^(?:E   |.*(?:what\(\):|uncaught exception|Fatal Python error)).+", log, re.MULTILINE)
+    return (errors or log.strip().splitlines() or [""])[-1].strip()
 
 
 def row(one):

@@ -91,22 +91,6 @@ def test_a_ragged_end_is_exact_and_metrics_are_those_of_all_samples(hk, world, a
     assert accuracy == pytest.approx(accuracy_alone)
 
 
-@on_ranks("keras", n=3, fresh=True)
-def test_horovods_own_keras_optimizer_averages_nothing(everyone):
-    """Why hvdkit.keras exists: no error, and several models. Not where hvdkit guards fit."""
-    import horovod.tensorflow.keras as hvd
-    import keras
-
-    hvd.init()
-    model = make_model()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), make_loss())
-    x, y = make_data()
-    model.fit(x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()], batch_size=4, epochs=2, verbose=0)
-    first, second, third = everyone(weights(model))
-    assert first != pytest.approx(second, rel=1e-2)
-    assert second != pytest.approx(third, rel=1e-2)
-
-
 @on_ranks("keras-torch", n=3)
 def test_each_mistake_is_one_error_on_every_rank(hk, world):
     import keras

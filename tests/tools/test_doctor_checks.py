@@ -203,6 +203,7 @@ def test_one_fault_is_one_finding(facts: DoctorFacts, check: str, level: str, wo
         built_for(with_package("torch", version="2.21.0-rc1", distribution_version="2.21.0rc1"), "2.21.0-rc1"),
         replace(SOUND, tensorflow_keras="3.15.1", extensions={"torch": extension("torch")}),
         replace(SOUND, mpi4py_mpi=replace(OPEN_MPI, path="/usr/lib/libmpi.so.40")),
+        replace(SOUND, tensorflow_keras="3.15.1", record=structs.replace(RECORD, adjustments=("keras-3-optimizer",))),
         with_launchers(replace(RIGHT, first_on_path=False)),  # an environment that is not activated
         with_launchers(
             MpiLauncher("/opt/pals/bin/mpiexec", "", "", first_on_path=True)

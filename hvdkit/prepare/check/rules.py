@@ -156,10 +156,10 @@ RULES = (
     ),
     Rule(
         "keras-3-optimizer",
-        "`{}` is Horovod's own wrapper for Keras optimizers, which does nothing in Keras 3",
+        "`{}` is Horovod's own wrapper for Keras optimizers, which as released does nothing in Keras 3",
         "Keras 3 does not call what Horovod overrides: training runs without an error and no gradient is averaged",
-        "use hvdkit.keras.distribute(optimizer); under TF_USE_LEGACY_KERAS and tf_keras Horovod's averages, but its "
-        "callbacks for warmup and metrics fail there, as they ask Keras 3 for what it has not",
+        "use hvdkit.keras.distribute(optimizer); the Horovod that 'hvdkit install' builds averages, too, in Keras 3 "
+        "and in Keras 2 (tf_keras with TF_USE_LEGACY_KERAS)",
         find.horovods_keras_optimizers,
     ),
     Rule(

@@ -196,7 +196,8 @@ def _launch_fails(facts: DoctorFacts) -> Iterator[Found]:
 
 def _horovod_on_keras_3(facts: DoctorFacts) -> Iterator[Found]:
     extension = facts.extensions.get("tensorflow")
-    if extension and extension.loaded and (facts.tensorflow_keras or "").startswith("3."):
+    mended = facts.record is not None and "keras-3-optimizer" in facts.record.adjustments
+    if extension and extension.loaded and (facts.tensorflow_keras or "").startswith("3.") and not mended:
         yield Found(
             "horovod-on-keras-3",
             "info",
@@ -204,7 +205,8 @@ def _horovod_on_keras_3(facts: DoctorFacts) -> Iterator[Found]:
             f"{facts.tensorflow_keras}.",
             "Its DistributedOptimizer raises no error and averages no gradients: every process trains a model of its "
             "own.",
-            "Use hvdkit.keras in its place; or Keras 2: 'pip install tf_keras' and TF_USE_LEGACY_KERAS=1.",
+            "Use hvdkit.keras in its place, or run 'hvdkit install', whose Horovod averages; or Keras 2: 'pip install "
+            "tf_keras' and TF_USE_LEGACY_KERAS=1.",
         )
 
 

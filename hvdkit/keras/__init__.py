@@ -1,7 +1,8 @@
 """The eight steps for Keras 3's ``compile`` and ``fit``, on its tensorflow, torch and jax backends.
 
-Horovod 0.28.1's own Keras optimizer does nothing under Keras 3: ``fit`` runs and no gradient is averaged. Here the
-gradients travel over ``horovod.tensorflow``, over ``horovod.torch`` (torch and jax) or, on jax without it, mpi4py.
+As released, Horovod 0.28.1's own Keras optimizer does nothing under Keras 3: ``fit`` runs, and no gradient is
+averaged. Here the gradients travel over ``horovod.tensorflow``, over ``horovod.torch`` (torch and jax) or, on jax
+without it, mpi4py.
 """
 
 from __future__ import annotations

@@ -55,6 +55,11 @@ SENTENCES = {
         "Numbers are averaged one by one, {each}, after the gradients.",
         "Average metrics less often (hk.average_metrics at the end of an epoch), or all of them as one tensor.",
     ),
+    "shard_state": (
+        "Weights are sent from the ranks that updated them (shard_state=True).",
+        "They are half the bytes of an allreduce, in every step: leave shard_state out where each rank has the memory "
+        "(hvdkit plan memory), or look at the network.",
+    ),
     "names": (
         "Tensors get new names in every step, so the ranks negotiate all of them anew.",
         "Give each tensor the same name in every step (name= of Horovod's calls).",

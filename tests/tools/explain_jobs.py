@@ -268,7 +268,7 @@ INJECTED = {
     evaluation_of_the_root: ("pause", (0,), 20e-3),
     saving_of_all: ("pause", (), 20e-3),
     named_evaluation_of_the_root: ("pause", (0,), 20e-3),
-    sharing_of_all: ("exchange", (), 20e-3),
+    sharing_of_all: ("shard_state", (), 20e-3),
     growth_of_all: ("growth", (), 10e-3),
     growth_of_one: ("growth", (2,), 10e-3),
     slower_since: ("growth", (), 4e-3),

@@ -544,6 +544,9 @@ def test_packed_gradients_are_neither_sparse_nor_metrics(tmp_path):
     path = reduced_after(job, tmp_path / "timeline.json", "ALLGATHER", 1 << 18, 0.01)
     path.write_text(path.read_text().replace('"other"', '"allgather.gradients.0.0.weight.0.mean"'))
     assert [one.kind for one in explain([tmp_path]).causes] == ["large-tensors"]
+    path = reduced_after(job, path, "BROADCAST", 1 << 18, 0.01)
+    path.write_text(path.read_text().replace('"other"', '"broadcast.hvdkit.shard_state.0.0"'))
+    assert [one.kind for one in explain([tmp_path]).causes] == ["shard_state"]
     path = reduced_after(job, path, "ALLREDUCE", 9, 0.01, 5)
     path.write_text(path.read_text().replace('"other"', '"allreduce.gradients.0.0.weight.word"'))
     assert "metrics" not in [one.kind for one in explain([tmp_path]).causes]

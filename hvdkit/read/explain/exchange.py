@@ -18,9 +18,10 @@ from hvdkit.read.causes import SENTENCES, Cause, many_small
 from hvdkit.read.timeline.causes import outside_cache
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import covered, union
+from hvdkit.read.timeline.model import SHARED
 from hvdkit.read.timeline.results import TimelineSummary
 
-KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "sparse"})
+KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "shard_state", "sparse"})
 """What is told here."""
 _LEAST_STEPS = 10
 _LEAST = 0.07
@@ -55,7 +56,9 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
     ends = np.sort(columns.end)
     last = np.maximum(ready, ends[np.maximum(np.searchsorted(ends, ended, side="right") - 1, 0)])
     rows = (columns.begin >= begun[0]) & (columns.begin < ended[-1])
-    count, step, anew = len(begun), float((ended - begun).mean()), _anew(columns, rows)
+    shared = np.array([tensor.role == SHARED for tensor in columns.tensors])[columns.tensor]
+    # What Horovod broadcasts is never in its response cache.
+    count, step, anew = len(begun), float((ended - begun).mean()), _anew(columns, rows & ~shared)
     factor = _without_recording(steps, inside, ended - ready)
     whole = float(np.median(steps[:, 2] - steps[:, 0])) / float(np.median(ended - begun))
     found: list[Cause] = []
@@ -78,7 +81,7 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
     numbers = ~gathered & ~words & (columns.bytes[order] <= NUMBER_BYTES) & (columns.begin[order] >= ready[at])
     numbers &= columns.begin[order] >= before  # one after the other: gradients are announced together
     left = 1.0
-    for kind, chosen in (("sparse", gathered), ("metrics", numbers)):
+    for kind, chosen in (("sparse", gathered), ("metrics", numbers), ("shard_state", shared[order])):
         lost = float(spent[chosen].sum()) / count
         if lost < _LEAST * step or (kind == "metrics" and anew):
             continue

@@ -135,6 +135,7 @@ def _of_timeline(job: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
         exact = exchange.causes(columns, summary.start_time_since_epoch, job.steps.waits, paths[0])
     if exact is not None:
         job.settled |= exchange.KINDS
+        exact = [cause for cause in exact if cause.kind not in {one.kind for one in job.causes}]  # recorded by name
         whole = next((cause for cause in job.causes if cause.kind == "exchange" and cause.per_step), None)
         if whole is not None:  # what a timeline explains of the exchange is no longer said of the whole of it
             left = max(0.0, whole.lost_s - sum(cause.lost_s for cause in exact))

@@ -343,8 +343,7 @@ def _events(job: StepTable) -> Iterator[_Candidate]:
             "Checkpoints(asynchronous=True)); the other ranks wait meanwhile."),
         "evaluation": ("pause", "Evaluate less often or on fewer samples, and on all ranks at once, each on a part of "
             "the samples."),
-        "shard_state": ("exchange", "shard_state=True sends the weights in every step, half as many bytes as an "
-            "allreduce: leave it out where each rank has the memory (hvdkit plan memory), or look at the network."),
+        "shard_state": ("shard_state", SENTENCES["shard_state"][1]),
     }  # fmt: skip
     for name, spent in job.events.items():
         if name not in known:

@@ -76,6 +76,7 @@ def by_steps(run: Any, epochs: int, killed_at: int) -> dict[str, Any]:
     [
         ("torch", (1, 2, 3), {}),
         ("torch", (2,), {"asynchronous": True, "compression": "int8"}),
+        ("torch", (1, 2, 3), {"asynchronous": True, "shard_state": True}),
         ("tensorflow", (2, 3), {"compression": "int8"}),
         ("keras", (2, 3), {}),
         ("keras-torch", (1, 2), {}),

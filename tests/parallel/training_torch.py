@@ -128,18 +128,24 @@ class Resumable:
     Args:
         data: images (n, 64) and their classes.
         batch_size: of a rank.
-        compression: of its gradients.
+        compression, shard_state: of ``distribute``.
         checkpointing: options of ``Checkpoints``.
     """
 
     def __init__(
-        self, data: Any, batch_size: int, directory: Any, compression: str = "none", **checkpointing: Any
+        self,
+        data: Any,
+        batch_size: int,
+        directory: Any,
+        compression: str = "none",
+        shard_state: bool = False,
+        **checkpointing: Any,
     ) -> None:
         self.world = hk.init()
         hk.seed_everything(1, self.world)
         self.model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Dropout(0.2), nn.Linear(48, 10))
         optimizer = torch.optim.Adam(self.model.parameters(), lr=hk.scale_lr(BASE_LR, self.world, "sqrt"))
-        self.optimizer = hk.distribute(optimizer, self.model, compression=compression)
+        self.optimizer = hk.distribute(optimizer, self.model, compression=compression, shard_state=shard_state)
         hk.broadcast_state(self.model, self.optimizer)
         self.loader = hk.shard(numbered(*data), self.world, batch_size, remainder="exact", seed=2)
         steps = hk.steps_per_epoch(len(data[1]), batch_size, self.world, "exact")

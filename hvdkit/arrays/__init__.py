@@ -37,6 +37,7 @@ from hvdkit.arrays.checkpoint import Checkpoints
 from hvdkit.arrays.optimizer import Pending, Reduce
 from hvdkit.arrays.outer import OuterSteps
 from hvdkit.arrays.seeds import seed_everything
+from hvdkit.arrays.sharded import ShardedState
 
 __all__ = [
     "CheckAgreement",
@@ -44,6 +45,7 @@ __all__ = [
     "OuterSteps",
     "Pending",
     "Reduce",
+    "ShardedState",
     "Topology",
     "average",
     "average_metrics",
@@ -57,6 +59,7 @@ __all__ = [
     "scale_lr",
     "seed_everything",
     "shard",
+    "shard_state",
     "steps_per_epoch",
     "warmup",
 ]
@@ -193,6 +196,35 @@ def average(world: Topology, *, compression: str = "none") -> Any:
     from hvdkit.arrays import optax_average  # needs JAX
 
     return optax_average.average(world, compression)
+
+
+def shard_state(inner: Any, world: Topology) -> Any:
+    """A transformation of optax whose state takes 1 / n of the memory on each of n ranks (ZeRO-1), for JAX.
+
+    ``optimizer = optax.chain(hk.average(world), hk.shard_state(optax.adam(lr), world))``: each rank updates its own
+    numbers with the mean gradients, and gives the updates to the others. It is as pure as ``average``, which has to
+    stand before it. The weights are the same as without shard_state.
+
+    ``init`` tries out on small arrays whether ``inner`` may have parameters cut (adam, sgd, lion, ...), or needs whole
+    ones (lamb, adafactor, muon, ...), which are then divided as evenly as their sizes allow. Call ``init`` after
+    ``broadcast_state`` of the parameters.
+
+    Args:
+        inner: an ``optax.GradientTransformation``. What it keeps is made for this rank's numbers alone.
+        world: the job; with one rank ``inner``'s state is as without.
+    Returns:
+        An ``optax.GradientTransformation``. Its state is an ``OwnState`` around that of ``inner``: checks and
+        ``broadcast_state`` leave it alone, ``Checkpoints`` restores it on any number of ranks.
+    Raises:
+        MissingFrameworkError: jax or optax is not installed.
+        InvalidArgumentError: no transformation; by ``init``: one that looks at several parameters at a time, such as a
+            global norm inside, which the message names.
+        AgreementError: by ``init``: the ranks' parameters differ in names or shapes. Raised on every rank.
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1.
+    """
+    from hvdkit.arrays import optax_shard  # needs JAX
+
+    return optax_shard.shard_state(inner, world)
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------

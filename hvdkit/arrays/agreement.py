@@ -9,6 +9,7 @@ import numpy as np
 from hvdkit.arrays import mpi, seeds
 from hvdkit.arrays.data import require_sharded
 from hvdkit.arrays.state import Array, read, row
+from hvdkit.arrays.tree import OwnPart
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 
@@ -31,8 +32,8 @@ def check_agreement(state: Any, world: Topology, *, loader: Any = None) -> None:
     comm = mpi.everyone()
     found = mpi.ranks(comm).together(lambda: read(state))
     arrays: dict[str, Array] = {}
-    for position, (path, _, array) in enumerate(found):
-        if array is not None:  # {"a.b": x, "a": {"b": y}} has a path twice
+    for position, (path, leaf, array) in enumerate(found):
+        if array is not None and not isinstance(leaf, OwnPart):  # {"a.b": x, "a": {"b": y}} has a path twice
             arrays[f"{path} ({position})" if path in arrays else path] = array
     fixes: dict[str, str] = {}
     loaders = {} if loader is None else require_sharded(loader).share.facts(loader.epoch)
@@ -40,7 +41,7 @@ def check_agreement(state: Any, world: Topology, *, loader: Any = None) -> None:
         arrays.update({name: np.array(value, np.float64) for name, value in facts.items()})
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
-        rows = [row(path, array) for path, array in arrays.items()]
+        rows = [row(path, None, array) for path, array in arrays.items()]
         digests = [agreement.digest(array) for array in arrays.values()]
         agreement.require_same_values(mpi.ranks(comm), rows, digests, lambda at: list(arrays.items())[at], fixes)
 

@@ -1,11 +1,13 @@
 """Checkpoints of containers of arrays (step 6): what they hold, and how it is put back.
 
 ``state.npz`` holds the arrays in their order, as NumPy writes them (types that NumPy's format does not know, as bytes);
-``state.json`` their names, types and shapes. Nothing in it is pickled.
+``state.json`` their names, types and shapes. Nothing in it is pickled. What each rank keeps alone
+(``tree.OwnState``) is in a file of each rank, by the array's number and the numbers of it, "7-100-200".
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zipfile
 from collections.abc import Callable
@@ -20,14 +22,17 @@ from hvdkit.arrays import mpi, seeds
 from hvdkit.arrays import state as arrays_state
 from hvdkit.arrays.data import require_sharded
 from hvdkit.arrays.state import Array
+from hvdkit.arrays.tree import OwnPart
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import CheckpointsBase
+from hvdkit.steps.shard_state import file_of, files_in, span
 
 _ARRAYS, _ROWS = "state.npz", "state.json"
+_Row = tuple[str, Any, Array | None]  # of ``state.read``
 
 
 class Checkpoints(CheckpointsBase):
@@ -60,7 +65,7 @@ class Checkpoints(CheckpointsBase):
             CheckpointError: it could not be written, or another job writes into the directory; earlier ones are intact.
         """
         found = self._ranks().together(lambda: arrays_state.read(state))
-        return cast(Saved, self._save(found, None, step, loader, score, metadata))
+        return cast(Saved, self._save(found, _owned(found), step, loader, score, metadata))
 
     def restore(self, state: Any, *, loader: Any = None, which: str = "latest") -> tuple[Any, Saved | None]:
         """Load a valid checkpoint on the root and broadcast it: ``state, saved = checkpoints.restore(state)``.
@@ -81,11 +86,13 @@ class Checkpoints(CheckpointsBase):
             InvalidArgumentError: a loader that is not hvdkit's, or an unknown ``which``.
         """
         found = self._ranks().together(lambda: arrays_state.read(state))
-        leaves = [leaf for _, leaf, _ in found]
-        saved, randoms = self._load(found, None, which, loader)
+        leaves, owned = [leaf for _, leaf, _ in found], _owned(found)
+        saved, randoms = self._load(found, owned, which, loader)
         if saved is None:
             return state, None
-        if self._ranks().rank() == 0:
+        for number, row in (owned or {}).items():
+            found[number] = row
+        if owned or self._ranks().rank() == 0:
             state = arrays_state.remade(state, leaves, [array for _, _, array in found])
         if self._is_started():
             state = arrays_state.broadcast(state, 0)
@@ -114,21 +121,54 @@ class Checkpoints(CheckpointsBase):
     def _branch(self, model: Any, step: int) -> None:  # noqa: ARG002
         seeds.branch(step)
 
-    def _write(self, directory: Path, model: Any, optimizer: Any) -> None:  # noqa: ARG002
+    def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
         """Write what ``state.read`` found."""
-        rows = [arrays_state.row(path, array) for path, _, array in model]
+        rows = [arrays_state.row(*one) for one in model]
         (directory / _ROWS).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        arrays = {str(number): _plain(array) for number, (_, _, array) in enumerate(model) if array is not None}
-        np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
+        shared = {str(number): array for number, (*_, array) in enumerate(model) if number not in (optimizer or {})}
+        _save(directory / _ARRAYS, shared)
+
+    def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:
+        if not optimizer:
+            return None
+        ranks = self._ranks()
+
+        def write(directory: Path) -> Path:
+            file = directory / file_of(_ARRAYS, ranks.rank(), ranks.size())
+            parts = optimizer.items()
+            _save(file, {f"{n}-{part.start}-{part.stop}": array for n, (_, part, array) in parts if part.stop})
+            return file
+
+        return write
+
+    def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
+        owned = optimizer or {}
+        arrays = _load(saved.path, owned) if owned else []
+
+        def put() -> None:
+            owned.update(
+                (number, (path, leaf, array))
+                for (number, (path, leaf, _)), array in zip(owned.items(), arrays, strict=True)
+            )
+
+        return put
 
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:  # noqa: ARG002
         """What puts the saved arrays in the place of what ``state.read`` found."""
-        arrays = _load(saved.path, model)
+        _require_fit(saved.path, model)
+        shared = {number: row for number, row in enumerate(model) if number not in (optimizer or {})}
+        arrays = _load(saved.path, shared)
 
         def put() -> None:
-            model[:] = [(path, leaf, array) for (path, leaf, _), array in zip(model, arrays, strict=True)]
+            for (number, (path, leaf, _)), array in zip(shared.items(), arrays, strict=True):
+                model[number] = (path, leaf, array)
 
         return put
+
+
+def _owned(found: list[_Row]) -> dict[int, _Row] | None:
+    """What this rank alone keeps of what ``state.read`` found, by number; None where the ranks keep the same."""
+    return {number: row for number, row in enumerate(found) if isinstance(row[1], OwnPart)} or None
 
 
 def _is_foreign(dtype: np.dtype[Any]) -> bool:
@@ -141,25 +181,56 @@ def _plain(array: Array) -> Array:
     return contents.reshape(-1).view(np.uint8) if _is_foreign(array.dtype) else array
 
 
-def _load(path: Path, found: list[tuple[str, Any, Array | None]]) -> list[Array | None]:
-    """The arrays of a checkpoint, which must fit the state that is to be restored."""
-    arrays: list[Array | None] = []
+def _save(file: Path, arrays: dict[str, Array | None]) -> None:
+    plain = {name: _plain(array) for name, array in arrays.items() if array is not None}
+    np.savez(file, allow_pickle=False, **plain)
+
+
+def _require_fit(path: Path, found: list[_Row]) -> None:
+    """Raise CheckpointError unless a checkpoint holds the names, types and shapes of what ``state.read`` found."""
     try:
         rows = json.loads((path / _ROWS).read_text(encoding="utf-8"))
-        mine = [arrays_state.row(place, array) for place, _, array in found]
+        mine = [arrays_state.row(*one) for one in found]
         if rows != mine:
             pairs = zip([*rows, "nothing"], [*mine, "nothing"], strict=False)
             saved, wanted = next(pair for pair in pairs if pair[0] != pair[1])
             raise CheckpointError(f"{path} does not fit this state: it holds {saved}, the state has {wanted}.")
-        require_stored(path / _ARRAYS)
-        with np.load(path / _ARRAYS, allow_pickle=False) as file:
-            for number, (_, _, array) in enumerate(found):
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _load(path: Path, found: dict[int, _Row]) -> list[Array | None]:
+    """The arrays of a checkpoint that fits, or what this rank keeps of them, by their numbers in it."""
+    arrays: list[Array | None] = []
+    try:
+        files = [path / _ARRAYS, *files_in(path, _ARRAYS)]
+        for file in files:
+            require_stored(file)
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(np.load(file, allow_pickle=False)) for file in files]
+            pieces: dict[int, list[tuple[int, int, Callable[[], Array]]]] = {}
+            for file in opened[1:]:
+                for name in file.files:
+                    number, start, stop = map(int, name.split("-"))
+                    pieces.setdefault(number, []).append((start, stop, partial(file.__getitem__, name)))
+            for number, (place, leaf, array) in found.items():
                 if array is None:
                     arrays.append(None)
                     continue
-                values = file[str(number)]
-                arrays.append(values.view(array.dtype) if _is_foreign(array.dtype) else values)
-                arrays[-1] = arrays[-1].reshape(array.shape)  # type: ignore[union-attr]
+
+                def values(stored: Array, dtype: np.dtype[Any] = array.dtype) -> Array:
+                    return stored.reshape(-1).view(dtype) if _is_foreign(dtype) else stored.reshape(-1)
+
+                start, stop = (leaf.start, leaf.stop) if isinstance(leaf, OwnPart) else (0, array.size)
+                if start == stop:
+                    arrays.append(array)
+                elif str(number) in opened[0].files:
+                    arrays.append(values(opened[0][str(number)])[start:stop].reshape(array.shape))
+                else:
+                    held = pieces[number]
+                    parts = span([(begin, end) for begin, end, _ in held], start, stop, place)
+                    filled = [values(held[piece][2]())[begin:end] for piece, begin, end in parts]
+                    arrays.append(np.concatenate(filled).reshape(array.shape))
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return arrays

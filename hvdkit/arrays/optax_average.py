@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,32 @@ _reductions: dict[Any, Reduce] = {}
 
 
 @functools.cache
-def _comm() -> Any:
+def comm() -> Any:
     """The communicator on which all of these reductions begin; made in the first thread, on every rank."""
     mpi.before_calls.append(jax.effects_barrier)
     atexit.register(jax.effects_barrier)  # before this rank tells the others that it ends
     return mpi.duplicate(None)
 
 
+def on_every_rank(host: Callable[..., list[Any]], given: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    """What a function on the host makes of arrays, of these shapes and the same types; step after step on every rank.
+
+    The function is called by the thread of the program or by JAX's.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in given):
+        pairs = zip(shapes, given, strict=True)
+        like = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in pairs]
+        return list(io_callback(host, like, *given, ordered=True))
+    jax.effects_barrier()
+    return [
+        jax.device_put(made, leaf.sharding) if isinstance(leaf, jax.Array) else made
+        for made, leaf in zip(host(*given), given, strict=True)
+    ]
+
+
 def average(world: Topology, compression: str) -> Any:
     """See ``hvdkit.arrays.average``."""
-    options = GradientOptions(compression=compression)
-    comm = _comm()
+    options, among = GradientOptions(compression=compression), comm()
     passes.expect_steps(wait=jax.effects_barrier)
 
     def init(parameters: Any) -> Any:  # noqa: ARG001
@@ -51,23 +67,14 @@ def average(world: Topology, compression: str) -> Any:
         named, outline = jax.tree_util.tree_flatten_with_path(updates)
         names = [jax.tree_util.keystr(path) for path, _ in named]
         leaves = [leaf for _, leaf in named]
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         if world.size == 1 or not leaves:
-            if traced:
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
                 jax.debug.callback(passes.stepped)
             else:
                 passes.stepped()
             return updates, state
-        on_host = functools.partial(_on_host, comm, options, names)
-        if traced:
-            shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-            means = io_callback(on_host, shapes, *leaves, ordered=True)
-        else:
-            jax.effects_barrier()
-            means = [
-                jax.device_put(mean, leaf.sharding) if isinstance(leaf, jax.Array) else mean
-                for mean, leaf in zip(on_host(*leaves), leaves, strict=True)
-            ]
+        on_host = functools.partial(_on_host, among, options, names)
+        means = on_every_rank(on_host, leaves, [leaf.shape for leaf in leaves])
         return outline.unflatten(means), state
 
     return optax.GradientTransformation(init, update)

@@ -18,29 +18,40 @@ Array = npt.NDArray[Any]
 def read(state: Any) -> list[tuple[str, Any, Array | None]]:
     """Path, leaf and NumPy array of everything in a state; None stays None.
 
+    Of an array that is divided among the ranks the leaf is a ``tree.OwnPart``, and the array what this rank keeps.
+
     Raises:
         InvalidArgumentError: something that is no array, number, None or container of these.
     """
     found: list[tuple[str, Any, Array | None]] = []
     for path, leaf in tree.flatten(state):
-        if leaf is not None and tree.device_of(leaf) == "cuda":
-            from hvdkit.arrays.exchange import cuda
-
-            found.append((path, leaf, cuda.cupy().asnumpy(cuda.cupy().from_dlpack(leaf))))
-        else:
-            found.append((path, leaf, None if leaf is None else tree.to_host(leaf, path)))
+        held = leaf.leaf if isinstance(leaf, tree.OwnPart) else leaf
+        found.append((path, leaf, None if held is None else on_host(held, path)))
     return found
 
 
-def row(path: str, array: Array | None) -> str:
-    """Name, type and shape, for digests and messages."""
-    return f"{path} None" if array is None else f"{path} {array.dtype} {array.shape}"
+def on_host(leaf: Any, path: str) -> Array:
+    """An array, or a number, as a NumPy array, copied where it is on a GPU."""
+    if tree.device_of(leaf) != "cuda":
+        return tree.to_host(leaf, path)
+    from hvdkit.arrays.exchange import cuda
+
+    array: Array = cuda.cupy().asnumpy(cuda.cupy().from_dlpack(leaf))
+    return array
+
+
+def row(path: str, leaf: Any, array: Array | None) -> str:
+    """Name, type and (whole) shape, for digests and messages."""
+    if array is None:
+        return f"{path} None"
+    return f"{path} {array.dtype} {leaf.shape if isinstance(leaf, tree.OwnPart) else array.shape}"
 
 
 def remade(state: Any, leaves: Sequence[Any], arrays: Sequence[Array | None]) -> Any:
     """The state with other values: NumPy arrays that can be written are, everything else is made anew."""
 
     def one(leaf: Any, array: Array | None) -> Any:
+        leaf = leaf.leaf if isinstance(leaf, tree.OwnPart) else leaf
         if array is None or leaf is None:
             return None
         if isinstance(leaf, np.ndarray):
@@ -60,9 +71,12 @@ def broadcast(state: Any, root: int) -> Any:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {comm.Get_size() - 1}, got {root!r}.")
     ranks = mpi.ranks()
     found = ranks.together(lambda: read(state))
-    mpi.require_same_rows(comm, [row(path, array) for path, _, array in found])
+    mpi.require_same_rows(comm, [row(*one) for one in found])
     received: list[Array | None] = []
-    for _, _, array in found:
+    for _, leaf, array in found:
+        if isinstance(leaf, tree.OwnPart):
+            received.append(array)
+            continue
         copied = None if array is None else np.array(array, order="C")
         if copied is not None and copied.nbytes:
             ranks.run(BROADCAST, copied, "hvdkit.broadcast_state", root=root)

@@ -1,7 +1,8 @@
 """Nested containers of arrays of any framework, and the arrays as NumPy's; the inside of ``hvdkit.arrays``.
 
 Containers are mappings (in the order of their keys' names), lists, tuples, named tuples and data classes; everything
-else is a leaf. ``None`` stands for an array that is missing.
+else is a leaf. ``None`` stands for an array that is missing. ``OwnState`` around some of them says which arrays in it
+are divided among the ranks; its leaves have the paths that they would have without it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,47 @@ from hvdkit.errors import InvalidArgumentError
 Array = npt.NDArray[Any]
 
 _ON_THE_HOST, _CUDA, _CUDA_MANAGED = (1, 3, 11), 2, 13  # DLPack: DLDeviceType
+_ALONE = "the array"  # of a tree that is a leaf
 _NUMBERS = (bool, int, float, complex)
 _BYTES = (memoryview, bytearray, bytes, array.array)
 _REFUSALS = (BufferError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What this rank keeps of an array that is divided among the ranks.
+
+    Attributes:
+        leaf: the numbers, in an array of any shape.
+        shape: of the whole array.
+        start, stop: which numbers of it, counted in C order.
+    """
+
+    leaf: Any
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class OwnState:
+    """A part of a state of which every rank keeps other numbers. Made by ``ShardedState.state`` and ``shard_state``.
+
+    ``broadcast_state``, ``check_agreement`` and ``CheckAgreement`` leave these numbers alone; ``Checkpoints`` saves and
+    restores them on any number of ranks, and into and from a state that is not divided.
+
+    Attributes:
+        inner: the containers.
+        shards: how the parameters are divided, a ``ShardedState``.
+        parts: path in ``inner`` (a leaf that is not named is common to all ranks), and what ``OwnPart`` holds.
+    """
+
+    def __init__(self, inner: Any, shards: Any, parts: tuple[tuple[str, tuple[int, ...], int, int], ...]) -> None:
+        self.inner, self.shards, self.parts = inner, shards, parts
+
+    def leaves(self) -> list[tuple[str, Any]]:
+        """As ``flatten``, with the arrays that are divided as ``OwnPart``."""
+        parts = {path: (shape, start, stop) for path, shape, start, stop in self.parts}
+        return [(path, OwnPart(leaf, *parts[path]) if path in parts else leaf) for path, leaf in flatten(self.inner)]
 
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:
@@ -32,9 +71,14 @@ def flatten(tree: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
 
     def visit(path: str, value: Any) -> None:
+        if isinstance(value, OwnState):
+            for below, leaf in value.leaves():
+                inside = "" if below == _ALONE else below
+                found.append((".".join(filter(None, (path, inside))) or _ALONE, leaf))
+            return
         children = _children(value)
         if children is None:
-            found.append((path or "the array", value))
+            found.append((path or _ALONE, value))
             return
         for name, child in children:
             visit(f"{path}.{name}" if path else name, child)
@@ -45,6 +89,8 @@ def flatten(tree: Any) -> list[tuple[str, Any]]:
 
 def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
     """Containers like those of ``tree`` around other leaves, which come in ``flatten``'s order."""
+    if isinstance(tree, OwnState):
+        return OwnState(rebuild(tree.inner, leaves), tree.shards, tree.parts)
     children = _children(tree)
     if children is None:
         return next(leaves)

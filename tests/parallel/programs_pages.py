@@ -102,6 +102,8 @@ KERAS = {
 ARRAYS = Place("arrays.md", "Any framework of arrays: hvdkit.arrays")
 OPTAX = Place("arrays.md", "In a chain of optax")
 """Run by test_arrays_average.py."""
+SHARDED = [Place("arrays.md", "An optimizer's state on all ranks together", number) for number in range(2)]
+"""Run by test_arrays_shard_state.py."""
 RECORDED = [
     Place("timeline.md", "Record some steps"),
     Place("timeline.md", "Merge"),
@@ -119,7 +121,7 @@ TARGETS = Place("agreement.md", "Tokens, pixels (TensorFlow)")
 
 PROGRAM = Place("launch.md", "From Python")
 """A whole program."""
-RUN = [*TORCH, *KERAS, ARRAYS, OPTAX, *RECORDED, *READ, TARGETS, PROGRAM]
+RUN = [*TORCH, *KERAS, ARRAYS, OPTAX, *SHARDED, *RECORDED, *READ, TARGETS, PROGRAM]
 
 
 def names_of(block: Block, shelf: Any) -> dict[str, Any]:

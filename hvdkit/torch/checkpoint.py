@@ -22,7 +22,7 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints, Write
-from hvdkit.torch import seeds, sharded, state
+from hvdkit.torch import seeds, sharded_saved, state
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import rebuilt
 from hvdkit.torch.schedule import Warmup, set_rate
@@ -205,15 +205,15 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], dict[str, Any]]:
         """Read both state dicts. Where putting them fails, the model is as before; see ``_of_this_model``."""
-        file, other_file = saved.path / "model.pt", saved.path / sharded.FILE
+        file, other_file = saved.path / "model.pt", saved.path / sharded_saved.FILE
         partly = saved.metadata.get(_TRAINABLE) is True
         contents, left = _of_this_model(file, _read_file(file, model), model, partly, **options)
         slots: Any = None if optimizer is None else _read_file(other_file, optimizer)
         if hasattr(optimizer, state.SHARDED):
             slots = {**slots, "state": {}}  # each rank reads its own
-        elif optimizer is not None and shard_state.files_in(saved.path, sharded.FILE):
+        elif optimizer is not None and shard_state.files_in(saved.path, sharded_saved.FILE):
             pieces = self._pieces(saved, optimizer)
-            slots = {**slots, "state": sharded.SavedState(pieces).whole(state.parameters_of(optimizer))}
+            slots = {**slots, "state": sharded_saved.SavedState(pieces).whole(state.parameters_of(optimizer))}
 
         def put() -> dict[str, Any]:
             before = state.HostCopies().of("", state.model_state(model))
@@ -238,7 +238,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
         def write(directory: Path) -> Path:
             ranks = self._ranks()
-            file = directory / shard_state.file_of(sharded.FILE, ranks.rank(), ranks.size())
+            file = directory / shard_state.file_of(sharded_saved.FILE, ranks.rank(), ranks.size())
             _write_readable(file, divided.own_state(optimizer))
             return file
 
@@ -248,11 +248,13 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         divided = getattr(optimizer, state.SHARDED, None)
         if divided is None:
             return lambda: None
-        loaded: Callable[[], None] = divided.loading(optimizer, sharded.SavedState(self._pieces(saved, optimizer)))
+        loaded: Callable[[], None] = divided.loading(
+            optimizer, sharded_saved.SavedState(self._pieces(saved, optimizer))
+        )
         return loaded
 
     def _pieces(self, saved: Saved, optimizer: Any) -> list[dict[str, Any]]:
-        return sharded.saved_pieces(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
+        return sharded_saved.saved_pieces(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
 
     def _read_extra(self, directory: Path) -> Any:
         file = directory / "extra.pt"

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import types
-from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -20,17 +18,15 @@ import torch
 
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
-from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import shard_state
 from hvdkit.steps.shard_state import Piece
 from hvdkit.torch import private
+from hvdkit.torch.sharded_saved import MASTER, SavedState
 from hvdkit.torch.state import RANKS, SHARDED, HostCopies, broadcast_nested, load_optimizer, parameters_of
 
 _NUMBERS = itertools.count()
 _HALF = (torch.float16, torch.bfloat16)
-_MASTER = "master"
-FILE = "optimizer.pt"
-"""Of a checkpoint: the state_dict, without the state where that was divided."""
 
 
 class _Part:
@@ -54,6 +50,11 @@ class _Part:
     def inside(self) -> torch.Tensor:
         """Of the parameter's memory, flat where it is cut; a whole one as it is."""
         own: torch.Tensor = self.parameter.detach()
+        if self.piece.cut and not own.is_contiguous():
+            raise InvalidArgumentError(
+                f"the numbers of a parameter of shape {tuple(own.shape)} lie in another order in memory than when "
+                "distribute(shard_state=True) divided it; call model.to(memory_format=...) before."
+            )
         return own.view(-1)[self.piece.start : self.piece.stop] if self.piece.cut else own
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -263,92 +264,24 @@ class ShardedOptimizer:
                 order = {id(one): place for place, one in enumerate(held)}
                 groups = _numbered(optimizer.param_groups, held)
                 states = {
-                    order[id(part.stand_in)]: {key: value for key, value in state.items() if key != _MASTER}
+                    order[id(part.stand_in)]: own
                     for part, state in zip(mine, found, strict=True)
+                    if (own := {key: value for key, value in state.items() if key != MASTER})
                 }
                 load_optimizer(optimizer, {"state": states, "param_groups": groups})
             finally:
                 self._put_back()
             for part, state in zip(mine, found, strict=True):
-                if part.has_master and _MASTER in state:
-                    part.stand_in.data.copy_(state[_MASTER])  # type: ignore[union-attr]
+                if part.has_master and MASTER in state:
+                    part.stand_in.data.copy_(state[MASTER])  # type: ignore[union-attr]
 
         return load
-
-
-class SavedState:
-    """The state of all parameters, from the pieces that ranks have saved, or from a whole state_dict."""
-
-    def __init__(self, pieces: Iterable[dict[str, Any]]) -> None:
-        self._pieces: dict[int, list[dict[str, Any]]] = {}
-        for piece in pieces:
-            self._pieces.setdefault(piece["place"], []).append(piece)
-
-    def of(self, place: int, start: int, stop: int, shape: Sequence[int]) -> dict[str, Any]:
-        """The state of the numbers ``start .. stop`` of a parameter of this shape, flat if they are a part of it.
-
-        Raises:
-            CheckpointError: it was saved of another shape, or incompletely.
-        """
-        pieces = self._pieces.get(place, [])
-        if not pieces or not pieces[0]["state"]:
-            return {}
-        whole = stop - start == math.prod(shape)
-        for piece in pieces:
-            if piece["shape"] is not None and piece["shape"] != list(shape):
-                raise CheckpointError(
-                    f"the optimizer's state of parameter {place} is one of shape {piece['shape']}, and the parameter's "
-                    f"is {list(shape)}; restore into the model that was saved."
-                )
-            piece.setdefault("stop", math.prod(shape))
-        parts = shard_state.span([(one["start"], one["stop"]) for one in pieces], start, stop, f"parameter {place}")
-        first = pieces[parts[0][0]]
-        if len(parts) == 1 and parts[0][1:] == (0, stop - start) == (0, first["stop"] - first["start"]):
-            return _with_master(first)
-        found = {}
-        for key, value in _with_master(first).items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == first["stop"] - first["start"]:
-                values = [_with_master(pieces[number])[key].reshape(-1)[begin:end] for number, begin, end in parts]
-                value = torch.cat(values).reshape(shape if whole else -1)
-            found[key] = value
-        return found
-
-    def whole(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
-        """The state of a state_dict of an optimizer with these parameters."""
-        states = {place: self.of(place, 0, one.numel(), one.shape) for place, one in enumerate(parameters)}
-        return {
-            place: {key: value for key, value in state.items() if key != _MASTER}
-            for place, state in states.items()
-            if state
-        }
-
-
-def _with_master(piece: dict[str, Any]) -> dict[str, Any]:
-    return piece["state"] if piece.get("master") is None else {**piece["state"], _MASTER: piece["master"]}
 
 
 def _numbered(groups: Any, parameters: Sequence[Any]) -> list[dict[str, Any]]:
     """Parameter groups as in a state_dict."""
     places = {id(one): place for place, one in enumerate(parameters)}
     return [{**group, "params": [places[id(one)] for one in group["params"]]} for group in groups]
-
-
-def saved_pieces(directory: Path, read: Callable[[Path], Any]) -> list[dict[str, Any]]:
-    """What all ranks saved of an optimizer's state; or the whole of one that was not divided, as pieces.
-
-    Raises:
-        CheckpointError: it is incomplete, or not of pieces.
-    """
-    files = shard_state.files_in(directory, FILE)
-    if not files:
-        states = read(directory / FILE)["state"]
-        return [{"place": place, "start": 0, "shape": None, "state": state} for place, state in states.items()]
-    pieces = [piece for file in files for piece in read(file)]
-    if not all(
-        isinstance(piece, dict) and {"place", "start", "stop", "shape", "state"} <= piece.keys() for piece in pieces
-    ):
-        raise CheckpointError(f"{files[0]} does not hold the pieces of an optimizer's state.")
-    return pieces
 
 
 def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

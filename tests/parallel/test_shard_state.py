@@ -278,6 +278,20 @@ def test_trying_an_optimizer_draws_no_number_and_counts_no_step(hk, world):
 
 
 @on_ranks("torch", n=2)
+def test_another_order_in_memory_is_refused(hk, world):
+    import torch
+
+    from hvdkit.errors import InvalidArgumentError
+
+    model = torch.nn.Conv2d(3, 5, 3)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model, shard_state=True)
+    model.to(memory_format=torch.channels_last)
+    model(torch.ones(1, 3, 5, 5)).sum().backward()
+    with pytest.raises(InvalidArgumentError, match="another order in memory"):
+        optimizer.step()
+
+
+@on_ranks("torch", n=2)
 def test_an_error_in_a_step_leaves_the_optimizer_whole(hk, world):
     import torch
 
@@ -311,7 +325,9 @@ def on_from(
     import torch
 
     model = net(torch.bfloat16 if how == "bfloat16" else None)
-    optimizer = hk.distribute(made(name, model.parameters()), model, shard_state=sharded)
+    plain = torch.optim.SGD(model.parameters(), lr=0.001)  # without momentum it has no state but the copies
+    optimizer = plain if how == "bfloat16" else made(name, model.parameters())
+    hk.distribute(optimizer, model, shard_state=sharded)
     hk.broadcast_state(model, optimizer)
     checkpoints = hk.Checkpoints(directory, asynchronous=how == "asynchronous")
     checkpoints.restore(model, optimizer)

@@ -38,6 +38,7 @@ GONE = {
         (r"\blr=", "learning_rate="),
         (r"optimizer\.lr\b", "optimizer.learning_rate"),
         (r",\s*(experimental_run_tf_function=False|input_length=10|fused=False)", ""),
+        (r"self\.evaluate\((\w+\.moving_\w+)\)", r"\1.numpy()"),
         (r"ThresholdedReLU\(0.5\)", "ReLU(threshold=0.5)"),
         (r"(?:tf\.)?keras\.(?:losses|metrics)\.(mean_squared_error|categorical_accuracy)", r"'\1'"),
         (r"if not hasattr\(keras.optimizers, 'legacy'\)", "if True"),

@@ -20,6 +20,7 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.outer import average_weights, wanted
 from hvdkit.steps.same_data import require_same_data
+from hvdkit.steps.shard_state import require_alone
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -180,6 +181,7 @@ def distribute(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     outer_overlap: int = 0,
+    shard_state: bool = False,
 ) -> Any:
     """Make an optimizer apply the mean of all ranks' gradients (step 4); returns the same object, its state kept.
 
@@ -208,14 +210,20 @@ def distribute(
         every, outer, outer_lr, outer_momentum, outer_overlap: average gradients within a host (``process_set``, or
             "rank"), and what the weights have become over all ranks every so many steps (DiLoCo), see
             ``hvdkit.torch.distribute`` and docs/slow_networks.md; ``average_weights`` ends a window.
+        shard_state: each rank keeps the optimizer's state of its own part of the weights alone, 1 / size of the memory,
+            and gives to all what these have become; the weights stay those of an unsharded training. Not with every=
+            and process_set=. Refused for an optimizer that updates a variable by what it knows of others. See
+            docs/shard_state.md.
     Raises:
-        InvalidArgumentError: bad options, a Keras 2 optimizer, one distributed already, or ``init`` was not called.
+        InvalidArgumentError: bad options, a Keras 2 optimizer, one distributed already, one whose state cannot be
+            divided, or ``init`` was not called.
     """
+    shard_state = require_alone(shard_state, every=every, op=op, process_set=process_set)
     how = {"compression": compression, "op": op, "process_set": process_set}
     outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
     sent = compression if outer_options is None else "none"
     options = GradientOptions(op, sent, backward_passes_per_step, gradient_predivide_factor)
-    return averaging.distribute(optimizer, options, process_set, outer_options)
+    return averaging.distribute(optimizer, options, process_set, outer_options, shard_state=shard_state)
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_sharded import shared_variables
 
 
 def check_agreement(
@@ -106,7 +107,7 @@ def compare(
         ranks: those that must agree with this one; default: all.
     """
     numbers = {name: np.array(value) for name, value in (facts or {}).items()}
-    states = [(name, variable) for name, optimizer in optimizers.items() for variable in optimizer.variables]
+    states = [(name, variable) for name, optimizer in optimizers.items() for variable in shared_variables(optimizer)]
     variables = [*weights, *(variable for _, variable in states)]
     several = [f"{name}: {variable.path}" if len(optimizers) > 1 else variable.path for name, variable in states]
     names = [*(weight.path for weight in weights), *several, *numbers]

@@ -23,6 +23,8 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints
+from hvdkit.steps.shard_state import require_shared
+from hvdkit.tf_shared import keras_sharded_files
 from hvdkit.tf_shared.keras_optimizer import taking_part
 
 
@@ -75,10 +77,27 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
         def put() -> None:
             state.read_model(directory, model)
-            for variable, value in slots:
-                variable.assign(value)
+            keras_sharded_files.assign(slots)
 
         return put
+
+    def _save(self, model: Any, optimizer: Any, *arguments: Any) -> Any:
+        keras_sharded_files.prepare(optimizer, lambda: model.trainable_variables)
+        return super()._save(model, optimizer, *arguments)
+
+    def _load(self, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
+        keras_sharded_files.prepare(optimizer, lambda: model.trainable_variables)
+        return super()._load(model, optimizer, *arguments, **options)
+
+    def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:
+        return keras_sharded_files.writer(optimizer, self._ranks())
+
+    def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
+        if not keras_sharded_files.are_divided(optimizer):
+            return super()._read_own(saved, optimizer)
+        require_shared(self._ranks(), str(saved.path), "reads")
+        slots = state.read_own_slots(saved.path / "optimizer.npz", optimizer)
+        return lambda: keras_sharded_files.assign(slots)
 
     def _broadcast(self, model: Any, optimizer: Any) -> None:
         broadcast_state(model, optimizer, 0)

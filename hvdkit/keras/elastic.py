@@ -20,6 +20,7 @@ from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared.keras_optimizer import require_slots
+from hvdkit.tf_shared.keras_sharded import refuse_elastic
 
 try:
     from horovod.common.elastic import State
@@ -50,6 +51,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self, model: Any, optimizer: Any, *, loader: Any, schedule: Any = None, rule: str = "linear", **values: Any
     ) -> None:
         transport = _transport()
+        refuse_elastic(meant_by(optimizer, model))
         self.model, self.optimizer = model, optimizer
         given = require_sharded(loader)
         self._begin(transport.hvd, transport, loader=given, schedule=schedule, rule=rule, values=values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import keras
@@ -12,10 +13,17 @@ from hvdkit.keras import state
 from hvdkit.keras.transport import TRANSPORT, common_names
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.outer import OuterLoop, OuterOptions, group_of
-from hvdkit.tf_shared import keras_optimizer, keras_outer
+from hvdkit.tf_shared import keras_optimizer, keras_outer, keras_sharded
 
 
-def distribute(optimizer: Any, options: GradientOptions, process_set: Any, outer: OuterOptions | None = None) -> Any:
+def distribute(
+    optimizer: Any,
+    options: GradientOptions,
+    process_set: Any,
+    outer: OuterOptions | None = None,
+    *,
+    shard_state: bool = False,
+) -> Any:
     """See ``hvdkit.keras.distribute``."""
     keras_optimizer.require_keras_3(optimizer, keras.optimizers.Optimizer, "distribute")
     state.world()
@@ -27,7 +35,11 @@ def distribute(optimizer: Any, options: GradientOptions, process_set: Any, outer
         outer_steps = OuterLoop(keras_outer.with_accumulation(outer, optimizer), TRANSPORT)
         steps = keras_outer.KerasOuterLoop(outer_steps, common_names)
     reduce, ranks = TRANSPORT.reducer(options, process_set)
-    return keras_optimizer.distribute_optimizer(optimizer, options, reduce, ranks, steps)
+    shard = None
+    if shard_state and TRANSPORT.size() > 1:
+        sharing = keras_sharded.Sharing(TRANSPORT.rank(), TRANSPORT.size(), TRANSPORT.share)
+        shard = partial(keras_sharded.shard, sharing=sharing)
+    return keras_optimizer.distribute_optimizer(optimizer, options, reduce, ranks, steps, shard)
 
 
 def held_by(model: Any) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from hvdkit.keras.transport import TRANSPORT, plain_path
 from hvdkit.steps import agreement, metrics, untrained
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared import keras_sharded_files
 from hvdkit.tf_shared.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
+from hvdkit.tf_shared.keras_sharded import by_checkpoints, shared_variables
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
 _HDF5_FILE, _HDF5_ARRAY = 16384, 4096
@@ -82,12 +84,15 @@ def is_built(model: Any) -> bool:
 
 
 def optimizer_variables(optimizers: Mapping[str, Any], model: Any) -> list[Any]:
-    """Counters, learning rates and slots of optimizers; the slots are made first where a single one has none yet."""
+    """Counters, learning rates and slots of optimizers, but for those that a rank keeps alone (``shard_state``).
+
+    The slots are made first where a single one has none yet.
+    """
     for optimizer in optimizers.values():
         require_keras_3(optimizer, keras.optimizers.Optimizer, "hvdkit.keras")
         if not optimizer.built and len(optimizers) == 1:
             optimizer.build(model.trainable_variables)
-    return [variable for optimizer in optimizers.values() for variable in optimizer.variables]
+    return [variable for optimizer in optimizers.values() for variable in shared_variables(optimizer)]
 
 
 def value_of(variable: Any) -> npt.NDArray[Any]:
@@ -173,12 +178,10 @@ def write_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> N
         np.savez(file, *plain, names=list(optimizers), trained=trained_variables(optimizers, model.weights))
 
 
-def read_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> list[tuple[Any, npt.NDArray[Any]]]:
-    """What ``write_optimizers`` wrote, each value with its variable; nothing is assigned.
-
-    Raises:
-        CheckpointError: the file is missing or unreadable, or was written by other optimizers.
-    """
+def _stored(
+    file: Path, optimizers: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[npt.NDArray[Any]], npt.NDArray[np.int64]]:
+    """What ``write_optimizers`` wrote: for which optimizers, the values, and which variables they train."""
     require_stored(file)
     try:
         with np.load(file, allow_pickle=False) as archive:
@@ -198,8 +201,26 @@ def read_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> li
             f"{file} holds the states of {', '.join(names)}, and this training has {shown(optimizers)}; restore into "
             "the optimizers that were saved, under the same names."
         )
+    return optimizers, values, trained
+
+
+def read_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> list[tuple[Any, npt.NDArray[Any]]]:
+    """What ``write_optimizers`` wrote, each value with its variable; nothing is assigned.
+
+    Of state that is divided among the ranks only what they share; ``read_own_slots`` reads the rest.
+
+    Raises:
+        CheckpointError: the file is missing or unreadable, or was written by other optimizers.
+    """
+    optimizers, values, trained = _stored(file, optimizers)
     make_slots(optimizers, model.weights, trained)
     variables = optimizer_variables(optimizers, model)
+    pieces, divided = keras_sharded_files.read_pieces(file.parent), keras_sharded_files.are_divided(optimizers)
+    if divided and pieces is None:
+        values, _ = keras_sharded_files.split_whole(optimizers, values, str(file))
+    if divided or pieces is not None:
+        found = keras_sharded_files.matched(keras_sharded_files.shared_of(optimizers), values, str(file))
+        return found + ([] if divided else keras_sharded_files.slot_values(optimizers, pieces or {}, str(file)))
     mine, theirs = [tuple(variable.shape) for variable in variables], [value.shape for value in values]
     if mine != theirs:
         raise CheckpointError(
@@ -208,6 +229,19 @@ def read_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> li
             "model that were saved."
         )
     return list(zip(variables, values, strict=True))
+
+
+def read_own_slots(file: Path, optimizers: Mapping[str, Any]) -> list[tuple[Any, npt.NDArray[Any]]]:
+    """The slots that this rank alone keeps, each with its value; nothing is assigned.
+
+    Raises:
+        CheckpointError: as ``read_optimizers``.
+    """
+    pieces = keras_sharded_files.read_pieces(file.parent)
+    if pieces is None:
+        optimizers, values, _ = _stored(file, optimizers)
+        _, pieces = keras_sharded_files.split_whole(optimizers, values, str(file))
+    return keras_sharded_files.slot_values(optimizers, pieces, str(file))
 
 
 def write_model(directory: Path, model: Any) -> None:
@@ -220,7 +254,7 @@ def write_model(directory: Path, model: Any) -> None:
     (directory / _LAYOUT).write_text(json.dumps(rows), encoding="utf-8")
     _require_space(directory, model_variables(model))
     try:
-        with _said_built(model):
+        with _said_built(model), by_checkpoints():
             model.save_weights(directory / _WEIGHTS)
     except (RuntimeError, ValueError) as error:  # h5py turns a full disk into one
         raise OSError(" ".join(str(error).split())) from error
@@ -246,7 +280,7 @@ def read_model(directory: Path, model: Any) -> None:
         theirs = json.loads((directory / _LAYOUT).read_text(encoding="utf-8"))
         if mine != theirs:  # load_weights itself would leave out the layers that the model has not
             raise ValueError(f"it holds {len(theirs)} weights, {len(mine)} are wanted, or their shapes differ")
-        with _said_built(model):
+        with _said_built(model), by_checkpoints():
             model.load_weights(directory / _WEIGHTS)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())

@@ -34,12 +34,14 @@ from hvdkit.core.communicator import (
     ALLGATHER,
     ALLREDUCE,
     BACKGROUND_POLL_S,
+    BROADCAST,
     Communicator,
     OverHorovod,
     OverMpi,
     end_the_job_with_the_process,
 )
 from hvdkit.core.compression import combine, drop, packing_of
+from hvdkit.core.layout import in_buckets
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras import private
 from hvdkit.observe.allreduce_counts import COUNTS
@@ -47,6 +49,7 @@ from hvdkit.steps import agreement, passes, starting, torch_tensors
 from hvdkit.steps.gradients import GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.outer import ALONE
+from hvdkit.steps.shard_state import MESSAGE_BYTES
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared.keras_optimizer import Reduce
@@ -117,6 +120,10 @@ class Transport(Communicator):
     @abstractmethod
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         """What combines gradients, and over which ranks (None: all)."""
+
+    @abstractmethod
+    def share(self, tensors: list[Any], owners: list[int], name: str) -> list[Any]:
+        """What the owners have of flat tensors, each of the same length and type on all ranks, within a step."""
 
 
 # tensorflow and torch: over the Horovod of the same framework --------------------------------------------------------
@@ -218,6 +225,11 @@ class OverTensorflow(HorovodTransport):
 
         return reduce, ranks
 
+    def share(self, tensors: list[Any], owners: list[int], name: str) -> list[Any]:
+        from hvdkit.tf_shared import tf_ranks
+
+        return tf_ranks.share(tensors, owners, name)
+
 
 class OverTorch(HorovodTransport):
     """The transport of the torch backend."""
@@ -237,6 +249,22 @@ class OverTorch(HorovodTransport):
         among = self.hvd.global_process_set if process_set is None else process_set
         ranks = self.ranks(process_set)
         return TorchGradients(self, options, among), ranks
+
+    def share(self, tensors: list[Any], owners: list[int], name: str) -> list[Any]:
+        import torch
+
+        kinds = [(owner, one.dtype, one.device) for owner, one in zip(owners, tensors, strict=True)]
+        received, sent = list(tensors), []
+        for number, bucket in enumerate(in_buckets(kinds, [one.nbytes for one in tensors], MESSAGE_BYTES)):
+            parts = [tensors[place].detach() for place in bucket]
+            message = parts[0] if len(parts) == 1 else torch.cat(parts)
+            handle = self.hvd.broadcast_async_(message.view(torch.uint8), owners[bucket[0]], name=f"{name}.{number}")
+            sent.append((handle, message, bucket))
+        for handle, message, bucket in sent:
+            self.hvd.synchronize(handle)
+            for place, part in zip(bucket, message.split([len(tensors[place]) for place in bucket]), strict=True):
+                received[place] = part
+        return received
 
     def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
         """What Horovod's allreduce is told of the options."""
@@ -371,6 +399,39 @@ class HostBuffers(Transport):
             return [None if gradient is None else next(reduced) for gradient in gradients]
 
         return reduce, ranks
+
+    def share(self, tensors: list[Any], owners: list[int], name: str) -> list[Any]:
+        import jax
+        import jax.numpy as jnp
+        from jax.experimental import io_callback
+
+        rank, kinds = self.rank(), [(owner, str(one.dtype)) for owner, one in zip(owners, tensors, strict=True)]
+        buckets = in_buckets(kinds, [one.nbytes for one in tensors], MESSAGE_BYTES)
+        sizes = [sum(tensors[place].size for place in bucket) for bucket in buckets]
+        types = [tensors[bucket[0]].dtype for bucket in buckets]
+        roots = [owners[bucket[0]] for bucket in buckets]
+        own = [
+            jnp.concatenate([tensors[place] for place in bucket])
+            for root, bucket in zip(roots, buckets, strict=True)
+            if root == rank
+        ]
+
+        def on_host(*given: Any) -> list[Array]:
+            ranks, mine, begun = self.host_communicator(None), iter(given), []
+            for number, (root, size, dtype) in enumerate(zip(roots, sizes, types, strict=True)):
+                message: Array = np.array(next(mine)) if root == rank else np.empty(size, dtype)
+                begun.append(ranks.start(BROADCAST, message.view(np.uint8), f"{name}.{number}", root=root))
+            got = [one.wait().view(dtype) for one, dtype in zip(begun, types, strict=True)]
+            return [one for one, root in zip(got, roots, strict=True) if root != rank]
+
+        others = [place for place, root in enumerate(roots) if root != rank]
+        shapes = [jax.ShapeDtypeStruct((sizes[place],), types[place]) for place in others]
+        received = list(tensors)
+        for place, message in zip(others, io_callback(on_host, shapes, *own, ordered=True), strict=True):
+            ends = np.cumsum([tensors[one].size for one in buckets[place]])
+            for one, part in zip(buckets[place], jnp.split(message, ends[:-1]), strict=True):
+                received[one] = part
+        return received
 
 
 class HostBuffersOverTorch(HostBuffers, OverTorch):

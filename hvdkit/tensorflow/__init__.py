@@ -19,6 +19,7 @@ from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.outer import OuterLoop, average_weights, end_windows, group_of, wanted
+from hvdkit.steps.shard_state import require_alone
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -166,6 +167,7 @@ def distribute(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     outer_overlap: int = 0,
+    shard_state: bool = False,
 ) -> Any:
     """A tape whose ``gradient``, or an optimizer whose ``apply``, uses the mean of all ranks' gradients (step 4).
 
@@ -186,9 +188,18 @@ def distribute(
         every, outer, outer_lr, outer_momentum, outer_overlap: (an optimizer) average gradients within a host
             (``process_set``, or "rank"), and what the weights have become over all ranks every so many steps (DiLoCo),
             see ``hvdkit.torch.distribute`` and docs/slow_networks.md; ``average_weights`` ends a window.
+        shard_state: (an optimizer) each rank keeps the optimizer's state of its own part of the weights alone, see
+            ``hvdkit.keras.distribute`` and docs/shard_state.md.
     Raises:
-        InvalidArgumentError: bad options, something that is neither, or one that is distributed already.
+        InvalidArgumentError: bad options, something that is neither, one that is distributed already, or an optimizer
+            whose state cannot be divided.
     """
+    if require_alone(shard_state, every=every, op=op, process_set=process_set) and isinstance(
+        tape_or_optimizer, (tf.GradientTape, averaging.DistributedTape)
+    ):
+        raise InvalidArgumentError(
+            "shard_state=True divides the state of an optimizer, which a tape has not; distribute the optimizer."
+        )
     how = {"compression": compression, "op": op, "process_set": process_set}
     outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
     if outer_options is not None:
@@ -209,13 +220,18 @@ def distribute(
         private.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
-        steps = None
+        steps = shard = None
+        if shard_state and hvd.size() > 1:
+            from hvdkit.tf_shared import keras_sharded, tf_ranks
+
+            sharing = keras_sharded.Sharing(hvd.rank(), hvd.size(), tf_ranks.share)
+            shard = partial(keras_sharded.shard, sharing=sharing)
         if outer_options is not None:
             from hvdkit.tf_shared import keras_outer
 
             counted = keras_outer.with_accumulation(outer_options, tape_or_optimizer)
             steps = keras_outer.KerasOuterLoop(OuterLoop(counted, RANKS), numbered_names)
-        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, steps)
+        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, steps, shard)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(
             f"a tape holds one backward pass, got backward_passes_per_step={options.backward_passes_per_step}; add up "
@@ -346,9 +362,14 @@ def join(model: Any, optimizer: Any | None, world: Topology) -> int:
     Returns:
         The rank that ended last, whose state all have now.
     Raises:
-        InvalidArgumentError: a call inside ``tf.function``.
+        InvalidArgumentError: a call inside ``tf.function``, or an optimizer with ``shard_state=True``.
     """
     state.require_eager("join")
+    if any(len(state.shared_variables(one)) < len(one.variables) for one in state.by_name(optimizer).values()):
+        raise InvalidArgumentError(
+            "with shard_state=True every rank takes every step, since the others wait for what it updates; shard an "
+            "iterable data set, or use remainder='exact', instead of join."
+        )
     last = int(hvd.join()) if world.size > 1 else 0
     divergence.forget()
     broadcast_state(model, optimizer, root=last)

@@ -57,8 +57,9 @@ def check_agreement(
     optimizers = state.by_name(optimizer)
     owners = [""] * len(variables)
     for name, one in optimizers.items():
-        owners += [f"{name}: " if len(optimizers) > 1 else ""] * len(one.variables)
-        variables += list(one.variables)
+        compared = state.shared_variables(one)
+        owners += [f"{name}: " if len(optimizers) > 1 else ""] * len(compared)
+        variables += compared
         _collect_numbers(numbers, name, one.get_config())
     fixes: dict[str, str] = {}
     loaders = {} if loader is None else require_sharded(loader).share.facts(loader.epoch)

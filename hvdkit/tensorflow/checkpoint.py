@@ -16,6 +16,7 @@ from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.resume import ModelCheckpoints
+from hvdkit.steps.shard_state import require_shared
 from hvdkit.tensorflow import random_state, seeds, state
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
@@ -66,13 +67,30 @@ class Checkpoints(ModelCheckpoints[Saved]):
         for one, rate in zip(filter(has_own_rate, optimizer.values()), rates, strict=True):
             set_rate(one, rate)
 
-    def _save(self, *arguments: Any) -> Any:
+    def _save(self, model: Any, optimizer: Any, *arguments: Any) -> Any:
         state.require_eager("Checkpoints.save")
-        return super()._save(*arguments)
+        if optimizer is not None:
+            _divided().prepare(optimizer, lambda: state.trainable_variables(model))
+        return super()._save(model, optimizer, *arguments)
 
-    def _load(self, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
+    def _load(self, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
         state.require_eager("Checkpoints.restore")
-        return super()._load(*arguments, **options)
+        if optimizer is not None:
+            _divided().prepare(optimizer, lambda: state.trainable_variables(model))
+        return super()._load(model, optimizer, *arguments, **options)
+
+    def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:
+        return None if optimizer is None else _divided().writer(optimizer, self._ranks())
+
+    def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
+        if optimizer is None or not _divided().are_divided(optimizer):
+            return super()._read_own(saved, optimizer)
+        require_shared(self._ranks(), str(saved.path), "reads")
+        prefix, pieces = saved.path / "optimizer", _divided().read_pieces(saved.path)
+        if pieces is None:
+            _, pieces = _divided().split_whole(optimizer, _values_in_order(prefix, optimizer), str(prefix))
+        slots = _divided().slot_values(optimizer, pieces, str(prefix))
+        return lambda: _divided().assign(slots)
 
     def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
         variables = state.model_variables(model)
@@ -93,8 +111,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
                 from hvdkit.tf_shared.keras_optimizer import make_slots
 
                 make_slots(optimizer, variables, np.load(directory / _TRAINED, allow_pickle=False))
-            kinds = " and ".join(type(one).__name__ for one in optimizer.values())
-            values += _read_variables(directory / "optimizer", _keyed_slots(optimizer, model), kinds)
+            values += _read_optimizers(directory, optimizer, model)
 
         def put() -> None:
             for variable, value in values:
@@ -114,8 +131,48 @@ class Checkpoints(ModelCheckpoints[Saved]):
         seeds.branch(state.generator_states(model), step)
 
 
+def _divided() -> Any:
+    from hvdkit.tf_shared import keras_sharded_files  # loads Keras, which a tape does not need
+
+    return keras_sharded_files
+
+
+def _read_optimizers(directory: Path, optimizers: Mapping[str, Any], model: Any) -> list[tuple[Any, Any]]:
+    """The variables of optimizers with their values, but for those that each rank keeps alone."""
+    prefix, kinds = directory / "optimizer", " and ".join(type(one).__name__ for one in optimizers.values())
+    keyed = _keyed_slots(optimizers, model)
+    pieces, divided = _divided().read_pieces(directory), _divided().are_divided(optimizers)
+    if not divided and pieces is None:
+        return _read_variables(prefix, keyed, kinds)
+    values = _values_in_order(prefix, optimizers)
+    if pieces is None:
+        values, _ = _divided().split_whole(optimizers, values, str(prefix))
+    found: list[tuple[Any, Any]] = _divided().matched(_divided().shared_of(optimizers), values, str(prefix))
+    return found if divided else found + _divided().slot_values(optimizers, pieces, str(prefix))
+
+
+def _values_in_order(prefix: Path, optimizers: Mapping[str, Any]) -> list[Any]:
+    """The values that ``_write_variables`` wrote of optimizers, in the order of their variables."""
+    names = [""] if len(optimizers) == 1 else [f"{_safe(name)}_" for name in optimizers]
+    try:
+        reader = tf.train.load_checkpoint(str(prefix))
+        saved = sorted(name for name in reader.get_variable_to_shape_map() if name.startswith("variables/"))
+        return [
+            reader.get_tensor(one)
+            for name in names
+            for one in saved
+            if re.match(rf"variables/{re.escape(name)}\d{{5}}_", one)
+        ]
+    except tf.errors.OpError as error:
+        _raise_misfit(prefix, "optimizer", " ".join(str(error.message).split()))
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)
+
+
 def _keyed(variables: Sequence[Any]) -> dict[str, tf.Variable]:
-    names = [re.sub(r"[^A-Za-z0-9_]", "_", canonical_name(variable)) for variable in variables]
+    names = [_safe(canonical_name(variable)) for variable in variables]
     return {
         f"{position:05d}_{name}": native(variable)
         for position, (name, variable) in enumerate(zip(names, variables, strict=True))
@@ -123,12 +180,11 @@ def _keyed(variables: Sequence[Any]) -> dict[str, tf.Variable]:
 
 
 def _keyed_slots(optimizers: Mapping[str, Any], model: Any) -> dict[str, tf.Variable]:
-    """All variables of optimizers; those of several with the optimizer's name before theirs."""
+    """All variables of optimizers but those of one rank; those of several with the optimizer's name before theirs."""
     if len(optimizers) == 1:
         return _keyed(state.optimizer_variables(optimizers, model))
-    keyed = {name: _keyed(optimizer.variables) for name, optimizer in optimizers.items()}
-    names = {name: re.sub(r"[^A-Za-z0-9_]", "_", name) for name in optimizers}
-    return {f"{names[name]}_{key}": variable for name, mine in keyed.items() for key, variable in mine.items()}
+    keyed = {name: _keyed(state.shared_variables(optimizer)) for name, optimizer in optimizers.items()}
+    return {f"{_safe(name)}_{key}": variable for name, mine in keyed.items() for key, variable in mine.items()}
 
 
 def _write_variables(prefix: Path, variables: Mapping[str, tf.Variable]) -> None:

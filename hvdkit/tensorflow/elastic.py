@@ -60,6 +60,10 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._optimizers = by_name(optimizer)
+        if self._optimizers:
+            from hvdkit.tf_shared.keras_sharded import refuse_elastic  # loads Keras
+
+            refuse_elastic(self._optimizers)
         if len(self._optimizers) > 1:
             from hvdkit.tf_shared.keras_optimizer import require_slots  # loads Keras
 

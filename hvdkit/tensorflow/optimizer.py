@@ -27,6 +27,7 @@ from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import private
 from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
 from hvdkit.tensorflow.variables import canonical_name, native
+from hvdkit.tf_shared.tf_ranks import IN_ANY_GRAPH
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)  # what every Horovod adds up
@@ -523,6 +524,7 @@ def _allreduce(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]
         "process_set": reduction.process_set,
         "prescale_factor": 1.0 / factor,
         "postscale_factor": factor,
+        **IN_ANY_GRAPH,
     }
     if reduction.options.op == "adasum":  # Horovod's grouped form of it fails
         return [hvd.allreduce(tensor, name=f"{name}.{number}", **options) for number, tensor in enumerate(tensors)]
@@ -531,7 +533,8 @@ def _allreduce(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]
 
 def _packed(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]:
     """As ``_allreduce``, in 8 bits; packed and added up on the host."""
-    among, ranks = {"process_set": reduction.process_set}, OverHorovod(hvd, tf.constant, reduction.process_set)
+    among: dict[str, Any] = {"process_set": reduction.process_set, **IN_ANY_GRAPH}
+    ranks = OverHorovod(hvd, tf.constant, reduction.process_set)
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
 
     def packing(length: int) -> compression.Packing:
@@ -571,7 +574,7 @@ def _end_with_this_turn(reduced: Sequence[Any]) -> None:
 def _reduce_slices(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
     """All ranks' rows, each index once: adaptive optimizers square every row, so repeats must be added before."""
     ROWS[name] = slices.indices.dtype
-    ranks = {"process_set": reduction.process_set}
+    ranks = {"process_set": reduction.process_set, **IN_ANY_GRAPH}
     sent = tf.cast(slices.values, _sent_as(slices.dtype, reduction))
     values = tf.cast(hvd.allgather(sent, name=f"{name}.values", **ranks), slices.dtype)
     indices = hvd.allgather(slices.indices, name=f"{name}.indices", **ranks)

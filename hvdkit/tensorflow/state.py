@@ -137,6 +137,11 @@ def _iterations() -> int:
         return sum(int(native(one.iterations)) for one in _COUNTED)
 
 
+def trainable_variables(model: Any) -> list[Any]:
+    """What a single optimizer trains."""
+    return [variable for variable in model_variables(model) if variable.trainable]
+
+
 def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
     """The optimizers' counters, learning rates and slots; these are made first where a single one has none yet.
 
@@ -145,8 +150,15 @@ def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
     """
     optimizers = list(by_name(optimizer).values())
     if len(optimizers) == 1 and not optimizers[0].built:
-        optimizers[0].build([variable for variable in model_variables(model) if variable.trainable])
-    return [variable for one in optimizers for variable in one.variables]
+        optimizers[0].build(trainable_variables(model))
+    return [variable for one in optimizers for variable in shared_variables(one)]
+
+
+def shared_variables(optimizer: Any) -> list[Any]:
+    """A Keras optimizer's variables, but for those that this rank alone keeps (``shard_state``)."""
+    from hvdkit.tf_shared import keras_sharded  # loads Keras, which a tape does not need
+
+    return keras_sharded.shared_variables(optimizer)
 
 
 def layout(variable: Any) -> str:

@@ -54,6 +54,7 @@ def distribute_optimizer(
     reduce: Reduce,
     ranks: Sequence[int] | None = None,
     outer: Any = None,
+    shard: Callable[[Any], None] | None = None,
 ) -> Any:
     """Make ``optimizer`` combine gradients before it applies them; returns the same object, its state untouched.
 
@@ -67,6 +68,7 @@ def distribute_optimizer(
             ``jax.jit`` too.
         ranks: see ``DistributeOptions``; for the messages of the checks, ``reduce`` itself decides.
         outer: see there.
+        shard: divides the optimizer's state, see ``keras_sharded``.
     Raises:
         InvalidArgumentError: not a Keras 3 optimizer, distributed already, or an option that Keras has itself.
     """
@@ -81,9 +83,11 @@ def distribute_optimizer(
             "this optimizer, or one inside it, is distributed already; call distribute once, on the outermost "
             "optimizer, its gradients are averaged."
         )
+    if shard is not None:
+        shard(optimizer)
     base = type(optimizer)
     members = _overrides(DistributeOptions(options, reduce, None if ranks is None else tuple(ranks), base, outer))
-    cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
+    cls = named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
     object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
     if optimizer.built and hasattr(reduce, "follow"):
         reduce.follow(optimizer._trainable_variables)
@@ -107,6 +111,16 @@ def distributed_rows(optimizers: Mapping[str, Any]) -> list[str]:
 def is_under_a_distributed_one() -> bool:
     """Whether the step that is being taken is that of a distributed optimizer, whose inner one applies."""
     return _under_way.get()
+
+
+@contextmanager
+def stepping_for_another() -> Iterator[None]:
+    """Within, a step is part of a distributed optimizer's."""
+    token = _under_way.set(True)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
 
 
 def taking_part(optimizers: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -240,15 +254,14 @@ def _combined(optimizer: Any, grads: Any, variables: list[Any], reduce: Reduce) 
     known = variables if len(variables) == len(gradients) else [None] * len(gradients)
     gradients = reduce(gradients, known)
     optimizer.__dict__["_hvdkit_applying"] = True
-    token = _under_way.set(True)
     try:
-        yield gradients
+        with stepping_for_another():
+            yield gradients
     finally:
-        _under_way.reset(token)
         del optimizer.__dict__["_hvdkit_applying"]
 
 
-def _named_like(base: type, cls: type) -> type:
+def named_like(base: type, cls: type) -> type:
     """Give ``cls`` the identity under which Keras saves an instance of ``base``."""
     cls.__qualname__ = base.__qualname__
     public = getattr(keras.optimizers, base.__name__, None)
@@ -257,6 +270,7 @@ def _named_like(base: type, cls: type) -> type:
     registered = keras.saving.get_registered_name(base)
     if registered != base.__name__:
         package, _, name = registered.rpartition(">")
+        plain = keras.saving.get_custom_objects().get(registered, base)
         keras.saving.register_keras_serializable(package, name)(cls)
-        keras.saving.get_custom_objects()[registered] = base  # loading gives the user's class, as everywhere else
+        keras.saving.get_custom_objects()[registered] = plain  # loading gives the user's class, as everywhere else
     return cls

@@ -481,6 +481,10 @@ def _members(base: Any) -> dict[str, Any]:
         decays: bool = base._use_weight_decay(self, self._hvdkit_shards.whole_of(self, variable))
         return decays
 
+    def _apply_weight_decay(self: Any, variables: Any) -> None:
+        if any(self._use_weight_decay(one) for one in variables):  # torch takes no empty list
+            base._apply_weight_decay(self, variables)
+
     def finalize_variable_values(self: Any, var_list: Any) -> None:  # noqa: ARG001
         if self.use_ema:
             with _without_autograd():
@@ -506,6 +510,7 @@ def _members(base: Any) -> dict[str, Any]:
         build,
         _backend_apply_gradients,
         _use_weight_decay,
+        _apply_weight_decay,
         finalize_variable_values,
         save_own_variables,
         load_own_variables,

@@ -394,6 +394,19 @@ def test_an_elastic_training_is_refused(hk, world):
         hk.ElasticState(model, optimizer, loader=None)
 
 
+@on_ranks("keras")
+def test_a_callback_that_swaps_weights_and_their_averages_is_refused(hk, world):
+    import keras
+
+    from hvdkit.errors import InvalidArgumentError
+
+    model = model_of()
+    model.compile(hk.distribute(keras.optimizers.SGD(0.1, use_ema=True), shard_state=True), "mse")
+    hk.broadcast_state(model, model.optimizer)
+    with pytest.raises(InvalidArgumentError, match="of which each rank has a part"):
+        model.fit(np.ones((4, FEATURES)), np.ones((4, CLASSES)), callbacks=[keras.callbacks.SwapEMAWeights()])
+
+
 @on_ranks("keras", "keras-torch", "keras-jax")
 def test_a_model_that_keras_saves_says_that_its_optimizer_begins_anew(hk, world, everyone, tmp_path):
     import keras

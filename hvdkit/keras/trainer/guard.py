@@ -170,6 +170,7 @@ def _with_guard(guard: Guard, callbacks: Any) -> Any:
     """The callbacks of one ``fit``: the guard, on several ranks the means of the logs, the user's, what they share."""
     own = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
     world = state.world()
+    guard.swaps = any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in keras.tree.flatten(own or []))
     if world.size > 1:
         whole = [guard, AverageOfFit(world), *on_the_root(own), *monitor.automatic()]
     else:
@@ -201,7 +202,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._all_validate = False
         self._alone = state.world().size == 1
         self._mark = UNKNOWN if self._alone else requirements.mark_of([arguments["x"], arguments["y"]])
-        self._begun = self._stepped = False
+        self._begun = self._stepped = self.swaps = False
         self._first_batch, self._last_batch = 0, -1
         self._epoch, self._batch, self._loss, self._stopped = 0, 0, None, False
         self._untrained, self._steps = UntrainedState(_FIX, _OWN, stacklevel=8), 0
@@ -212,6 +213,8 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         if self._alone:
             return
         requirements.refuse_ddp(self.model)
+        if self.swaps:
+            requirements.refuse_swapping(self.model)
         unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else UNKNOWN
         facts = {"steps per epoch": self.params.get("steps") or unknown, "epochs": self.params["epochs"]}
         mine = np.array([[*facts.values(), self._validation, self._mark, self._shards_validation]], dtype=np.int64)

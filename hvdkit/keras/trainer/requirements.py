@@ -18,6 +18,7 @@ from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
 from hvdkit.steps import agreement
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.tf_shared.keras_optimizer import is_distributed, is_under_a_distributed_one, move_to_loss_scale, shown
+from hvdkit.tf_shared.keras_sharded import shards_in
 
 UNKNOWN = -1
 
@@ -70,6 +71,15 @@ def refuse_ddp(model: Any) -> None:
             f"the model {model.name!r} is in a DistributedDataParallel, which averages its gradients over the ranks of "
             "torch.distributed, and hvdkit would average them again; leave out torch.distributed.init_process_group "
             "and what wraps the model, or leave out hvdkit.keras.distribute."
+        )
+
+
+def refuse_swapping(model: Any) -> None:
+    """Refuse ``SwapEMAWeights`` where each rank keeps moving averages of parts, which it would take for the whole."""
+    if any(shards_in(one) for one in held_by(model).values()):
+        raise InvalidArgumentError(
+            "SwapEMAWeights exchanges all weights and their moving averages, of which each rank has a part "
+            "(shard_state=True); leave one of them out. The optimizer's own use_ema=True works."
         )
 
 

@@ -134,7 +134,7 @@ def require_as_alone(everyone, alone, found, **given):
 
 @optax_too
 @pytest.mark.parametrize("maker", [*CUT, *WHOLE])
-@on_ranks("arrays", n=(2, 3), mpi=True)
+@on_ranks("arrays", n=2, mpi=True)
 def test_weights_are_those_of_one_process(hk, world, everyone, alone, maker):
     require_as_alone(everyone, alone, train(hk, world, maker, "jit"), maker=maker, way="jit")
 
@@ -336,9 +336,7 @@ def half(hk, world, directory, maker, sharded, first):
 
 @optax_too
 @pytest.mark.parallel
-@pytest.mark.parametrize(
-    ("maker", "steps"), [("adamw", "2 3 1"), ("adamw", "1 2 2-"), ("adamw", "3 2- 3"), ("adafactor", "2 3 2-")]
-)
+@pytest.mark.parametrize(("maker", "steps"), [("adamw", "2 3 2-"), ("adafactor", "3 2- 2"), ("adamw", "2- 2 1")])
 def test_a_training_goes_on_on_other_numbers_of_ranks_and_without(run_job, maker, steps, tmp_path):
     """In three jobs; "2-" is one without shard_state on 2 ranks."""
     for number, job in enumerate(steps.split()):

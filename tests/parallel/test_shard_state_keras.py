@@ -92,15 +92,25 @@ def slot_bytes(optimizer: Any) -> int:
     return sum(8 * int(np.prod(one.shape)) for leaf in leaves_of(optimizer) for one in slot_variables(leaf))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@on_ranks("keras-torch", "keras-jax", n=(2,))
-def test_weights_are_those_of_an_unsharded_training(hk, world, everyone, name):
+def require_equal(hk: Any, world: Any, everyone: Any, name: str) -> None:
     whole, before = trained(hk, world, optimizer_of(name))
     found, optimizer = trained(hk, world, optimizer_of(name), shard_state=True)
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-10)
     spare = 3 * 8 * len(everyone(0))
     assert sum(everyone(slot_bytes(optimizer))) <= slot_bytes(before) + spare
     assert type(optimizer).__name__ == type(before).__name__
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks("keras", n=(2, 3))
+def test_weights_are_those_of_an_unsharded_training(hk, world, everyone, name):
+    require_equal(hk, world, everyone, name)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Nadam", "Lamb"])
+@on_ranks("keras-torch", "keras-jax")
+def test_on_other_backends_too(hk, world, everyone, name):
+    require_equal(hk, world, everyone, name)
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

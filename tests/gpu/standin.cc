@@ -287,6 +287,7 @@ namespace {
 
 constexpr int RANKS = 8;
 constexpr size_t PIECE = 1 << 16;
+constexpr std::chrono::milliseconds GONE(200); // without a sign of a rank: on a busy machine a lock may be late
 
 // What an operation is; both ends of a message must agree on it.
 struct Operation {
@@ -422,7 +423,7 @@ struct ncclComm {
     if (now == setting("STANDIN_REMOTE_ERROR_AT", -1)) {
       error = ncclRemoteError;
     }
-    for (bool last_look = false; error == ncclSuccess && !aborted;) {
+    for (auto seen = Clock::now(); error == ncclSuccess && !aborted;) {
       bool moved = step(operation, out, true), left = false;
       moved |= step(operation, in, false);
       for (auto* messages : {&out, &in}) {
@@ -433,16 +434,16 @@ struct ncclComm {
       if (!left) {
         return true;
       }
+      if (moved || !(lost_one(out) || lost_one(in))) {
+        seen = Clock::now();
+      }
       if (moved) {
-        last_look = false;
         continue;
       }
-      bool lost = lost_one(out) || lost_one(in);
-      if (lost && last_look && !setting("STANDIN_NO_REMOTE_ERROR", 0)) {
+      if (Clock::now() - seen > GONE && !setting("STANDIN_NO_REMOTE_ERROR", 0)) {
         // As NCCL: the operation hangs, and says so only to who asks.
         error = ncclRemoteError;
       }
-      last_look = lost;
       std::this_thread::sleep_for(microseconds(20));
     }
     while (!aborted) {

@@ -367,11 +367,3 @@ def test_mistakes_are_single_errors(hk, world):
         ),
     ):
         assert part in message(attempt)
-
-
-@on_ranks("tensorflow", n=1)
-def test_horovods_synchronised_batch_normalisation_fails_on_keras_3():
-    import horovod.tensorflow as hvd
-
-    with pytest.raises(ValueError, match="SyncBatchNormalization"):
-        hvd.SyncBatchNormalization()

@@ -6,9 +6,12 @@ No list of names could tell: clipping by a global norm, block-wise 8-bit states 
 from __future__ import annotations
 
 import collections
+import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,19 +47,29 @@ def works_on_numbers(optimizer: torch.optim.Optimizer) -> bool:
     groups = [group for group, _ in settings]
     try:
         whole = _stepped(optimizer, groups, tensors, [0] * sum(map(len, tensors)))
-        if _alike(whole, _cut(optimizer, groups, tensors)):
-            return True
-        if _alike(whole, _stepped(optimizer, groups, tensors, range(len(whole)))):
-            return False
     except Exception as error:
         raise InvalidArgumentError(
             f"shard_state=True cannot divide the state of {name}: a step of it on other tensors ends with "
             f"{type(error).__name__}: {error}; leave it out."
         ) from error
+    with contextlib.suppress(Exception):  # Muon's, for example, where it is given no matrix
+        if _alike(whole, _cut(optimizer, groups, tensors)):
+            return True
+    with contextlib.suppress(Exception):
+        if _alike(whole, _stepped(optimizer, groups, tensors, range(len(whole.tensors)))):
+            return False
     raise InvalidArgumentError(
         f"shard_state=True cannot divide the state of {name}: what it does with one parameter depends on others (it "
         "clips by a norm of all, or learns its rate); clip before the step, or leave it out."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    """What tensors became, and by each optimizer what its groups hold beside them, such as a rate that it learns."""
+
+    tensors: Tensors
+    groups: list[Groups]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Tensors]]:
@@ -89,7 +102,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _cut(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Tensors]) -> Tensors:
+def _cut(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Tensors]) -> _Stepped:
     """As ``_stepped`` by two optimizers, of which each has a part of every tensor."""
     at = [[one.numel() * 3 // 8 + 1 if one.numel() > 1 else 1 for one in members] for members in tensors]
     parts = [
@@ -98,15 +111,13 @@ def _cut(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Ten
     ]
     stepped = _stepped(optimizer, groups, parts, [0, 1] * sum(map(len, tensors)))
     shapes = [one.shape for members in tensors for one in members]
-    return [
-        torch.cat((first, second)).reshape(shape)
-        for first, second, shape in zip(stepped[::2], stepped[1::2], shapes, strict=True)
-    ]
+    pairs = zip(stepped.tensors[::2], stepped.tensors[1::2], shapes, strict=True)
+    return _Stepped([torch.cat((first, second)).reshape(shape) for first, second, shape in pairs], stepped.groups)
 
 
 def _stepped(
     optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Tensors], owners: Sequence[int]
-) -> Tensors:
+) -> _Stepped:
     """What tensors become by optimizers like this one.
 
     Args:
@@ -116,6 +127,7 @@ def _stepped(
     parameters = [[torch.nn.Parameter(one.clone()) for one in members] for members in tensors]
     owner_of = dict(zip((id(one) for members in parameters for one in members), owners, strict=True))
     devices = {one.device for members in tensors for one in members if one.is_cuda}
+    after: list[Groups] = []
     with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
         for owner in sorted(set(owners)):
             stepping = _like(optimizer)
@@ -128,7 +140,8 @@ def _stepped(
                 for one in (one for members in parameters for one in members if owner_of[id(one)] == owner):
                     one.grad = torch.sin(one * (number + 2)) + one / 3
                 step(stepping)
-    return [one.detach() for members in parameters for one in members]
+            after.append(stepping.param_groups)
+    return _Stepped([one.detach() for members in parameters for one in members], after)
 
 
 def _like(optimizer: torch.optim.Optimizer) -> Any:
@@ -141,8 +154,19 @@ def _like(optimizer: torch.optim.Optimizer) -> Any:
     return made
 
 
-def _alike(some: Tensors, others: Tensors) -> bool:
-    return all(
-        torch.allclose(one, other, rtol=100 * (eps := torch.finfo(one.dtype).eps), atol=100 * eps, equal_nan=True)
-        for one, other in zip(some, others, strict=True)
+def _alike(whole: _Stepped, parts: _Stepped) -> bool:
+    (groups,) = whole.groups
+    return all(map(_equal, whole.tensors, parts.tensors)) and all(
+        one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items() if key != "params")
+        for mine in parts.groups
+        for one, other in zip(groups, mine, strict=True)
     )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        eps = torch.finfo(one.dtype).eps if one.is_floating_point() or one.is_complex() else 0.0
+        return torch.allclose(one, other, rtol=100 * eps, atol=100 * eps, equal_nan=True)
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12) or one != one != other
+    return bool(one == other)

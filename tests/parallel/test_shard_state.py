@@ -82,6 +82,25 @@ def trained(hk: Any, world: Any, optimizer_of: Any, *, sharded: bool, model: Any
     return model, optimizer
 
 
+@on_ranks("torch", n=2)
+def test_an_optimizer_of_matrices_gets_whole_ones(hk, world):
+    import torch
+
+    def matrices() -> Any:
+        torch.manual_seed(3)
+        return torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(64, 33, bias=False), torch.nn.Linear(33, 10, bias=False)
+        ).double()
+
+    def run(sharded: bool) -> Any:
+        model, _ = trained(
+            hk, world, lambda model: torch.optim.Muon(model.parameters(), lr=0.01), sharded=sharded, model=matrices()
+        )
+        return weights(model)
+
+    np.testing.assert_allclose(run(True), run(False), rtol=0, atol=1e-12)
+
+
 def numbers_kept(optimizer: Any) -> int:
     """Of all slots but step counters."""
     slots = [slot for state in optimizer.state.values() for slot in state.values()]
@@ -244,7 +263,16 @@ def test_what_cannot_be_divided_is_refused_by_name(hk, world):
             hk.distribute(of(model.parameters()), model, shard_state=True, **options)
         assert all(one in str(error.value) for one in says), error.value
 
+    class LearnsItsRate(torch.optim.SGD):
+        """By what it sees of all parameters, and shows it later than in the first steps."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["seen"] = group.get("seen", 0.0) + sum(one.grad.abs().sum().item() for one in group["params"])
+            return super().step(closure)
+
     refused(lambda these: ClipsByAll(these, lr=0.1), "ClipsByAll", "depends on others")
+    refused(lambda these: LearnsItsRate(these, lr=0.1), "LearnsItsRate", "depends on others")
     refused(torch.optim.LBFGS, "LBFGS", "closure")
     refused(Outer, "Outer", "another one")
     refused(torch.optim.Adam, "every=4", every=4)

@@ -185,10 +185,10 @@ def _may_be_cut(optimizer: Any) -> bool:
     first, second, third = tensors
     flat, cut = first.reshape(1 + _STEPS, -1), 4000
     try:
-        whole, n_shared = _after_steps(optimizer, [tensors])
-        apart, n_alone = _after_steps(optimizer, [[first], [second], [third]])
+        whole, (known,) = _after_steps(optimizer, [tensors])
+        apart, known_alone = _after_steps(optimizer, [[first], [second], [third]])
         pieces = [[flat[:, :cut]], [flat[:, cut:], second[:, :13]], [second[:, 13:], third.reshape(1 + _STEPS, -1)]]
-        in_pieces, _ = _after_steps(optimizer, pieces)
+        in_pieces, known_of_pieces = _after_steps(optimizer, pieces)
     except InvalidArgumentError:
         raise
     except Exception as error:
@@ -196,27 +196,26 @@ def _may_be_cut(optimizer: Any) -> bool:
             f"shard_state=True tries a {name} made by {name}.from_config(get_config()) on small tensors, and this one "
             f"failed ({type(error).__name__}: {error}); mend these, or leave shard_state out."
         ) from error
-    if np.allclose(in_pieces, whole, rtol=_TOLERANCE, atol=_TOLERANCE) and n_shared == n_alone:
-        return True
-    if np.allclose(apart, whole, rtol=_TOLERANCE, atol=_TOLERANCE) and n_shared == n_alone:
-        return False
+    for found, others, may_be_cut in ((in_pieces, known_of_pieces, True), (apart, known_alone, False)):
+        same = all(one.shape == known.shape and np.allclose(one, known) for one in others)
+        if same and np.allclose(found, whole, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return may_be_cut
     raise InvalidArgumentError(
         f"shard_state=True cannot divide the state of {name}: it updates a variable by what it knows of others; leave "
         "shard_state out."
     )
 
 
-def _after_steps(optimizer: Any, groups: list[list[Array]]) -> tuple[Array, int]:
-    """What tensors become, each group with an optimizer like the user's of its own; and how much such a one shares."""
-    cls, found, n_shared = type(optimizer), [], 0
+def _after_steps(optimizer: Any, groups: list[list[Array]]) -> tuple[Array, list[Array]]:
+    """What tensors become, each group with an optimizer like the user's of its own; and what each knows of all."""
+    cls, found, known = type(optimizer), [], []
     for group in groups:
         config = optimizer.get_config()
         one = cls.from_config({**config, **{key: value for key, value in _TRIED.items() if key in config}})
         one.__dict__["_clip_gradients"] = lambda gradients: gradients  # which are clipped before they are cut
         variables = [keras.Variable(rows[0], dtype="float32", name="tried", trainable=False) for rows in group]
         one.build(variables)
-        slots = slots_of(one)
-        n_shared = len(one.variables) - len(slot_variables(one))
+        slots, own = slots_of(one), set(map(id, slot_variables(one)))
         if any(_is_copy(slot, variables) for kept in slots.values() for slot in kept if slot is not None):
             raise InvalidArgumentError(
                 f"shard_state=True cannot divide the state of {cls.__name__}, which begins as a copy of the weights: "
@@ -234,7 +233,9 @@ def _after_steps(optimizer: Any, groups: list[list[Array]]) -> tuple[Array, int]
                 "own; leave shard_state out."
             )
         found += [_numbers(variable).reshape(-1) for variable in variables]
-    return np.concatenate(found), n_shared
+        shared = [_numbers(variable).reshape(-1) for variable in one.variables if id(variable) not in own]
+        known.append(np.concatenate([part.astype(np.float64) for part in shared]))
+    return np.concatenate(found), known
 
 
 def _is_copy(slot: Any, variables: Sequence[Any]) -> bool:

@@ -358,6 +358,18 @@ def test_what_cannot_be_divided_is_refused_by_name(hk, world):
             norm = keras.ops.sqrt(sum(keras.ops.sum(keras.ops.square(one)) for one in grads))
             super()._backend_update_step([one / norm for one in grads], trainable_variables, learning_rate)
 
+    class LearnsItsRate(keras.optimizers.SGD):
+        """By what it sees of all variables, and shows it later than in the first steps."""
+
+        def build(self, variables: Any) -> None:
+            super().build(variables)
+            self.seen = keras.Variable(0.0, name="seen", trainable=False)
+            self._track_variable(self.seen)
+
+        def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+            self.seen.assign_add(sum(keras.ops.sum(keras.ops.abs(one)) for one in grads))
+            super()._backend_update_step(grads, trainable_variables, learning_rate)
+
     class Own(keras.optimizers.SGD):
         def apply(self, grads: Any, trainable_variables: Any = None) -> None:
             for gradient, variable in zip(grads, trainable_variables, strict=True):
@@ -366,6 +378,7 @@ def test_what_cannot_be_divided_is_refused_by_name(hk, world):
     optimizers = keras.optimizers
     refused = [
         (Normed(0.1), {}, "cannot divide the state of Normed: it updates a variable by what it knows of others"),
+        (LearnsItsRate(0.1), {}, "LearnsItsRate: it updates a variable by what it knows of others"),
         (Own(0.1), {}, "and Own has one of its own"),
         (optimizers.ScheduleFreeAdamW(0.1), {}, "ScheduleFreeAdamW, which begins as a copy of the weights"),
         (optimizers.MultiOptimizer(lambda variable: optimizers.SGD()), {}, "makes its optimizers later"),

@@ -142,13 +142,12 @@ class Checkpoints(CheckpointsBase):
         return write
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
-        owned = optimizer or {}
-        arrays = _load(saved.path, owned) if owned else []
+        arrays = _load(saved.path, optimizer)
 
         def put() -> None:
-            owned.update(
+            optimizer.update(
                 (number, (path, leaf, array))
-                for (number, (path, leaf, _)), array in zip(owned.items(), arrays, strict=True)
+                for (number, (path, leaf, _)), array in zip(optimizer.items(), arrays, strict=True)
             )
 
         return put

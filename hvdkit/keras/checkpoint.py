@@ -23,7 +23,6 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints
-from hvdkit.steps.shard_state import require_shared
 from hvdkit.tf_shared import keras_sharded_files
 from hvdkit.tf_shared.keras_optimizer import taking_part
 
@@ -93,9 +92,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
         return keras_sharded_files.writer(optimizer, self._ranks())
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
-        if not keras_sharded_files.are_divided(optimizer):
-            return super()._read_own(saved, optimizer)
-        require_shared(self._ranks(), str(saved.path), "reads")
         slots = state.read_own_slots(saved.path / "optimizer.npz", optimizer)
         return lambda: keras_sharded_files.assign(slots)
 

@@ -107,9 +107,12 @@ class CheckpointsBase(ABC):
         """
         return None
 
-    def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:  # noqa: ARG002
-        """On every rank: read what of the state this one keeps, or raise CheckpointError; what is returned puts it."""
-        return lambda: None
+    def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
+        """Where ``_write_own`` writes: read what of the state this rank keeps, or raise CheckpointError.
+
+        What is returned puts it.
+        """
+        raise NotImplementedError
 
     def _read_extra(self, directory: Path) -> Any:  # noqa: ARG002
         """On the root: what was saved besides."""
@@ -254,9 +257,13 @@ class CheckpointsBase(ABC):
                 self._require_fit(saved, states, optimizer, loader, one)
 
         ranks.together(require_fit)
-        put_own = ranks.together(lambda: self._read_own(saved, optimizer))
+        put_own = None
+        if self._write_own(optimizer) is not None:
+            shard_state.require_shared(ranks, str(saved.path), "reads")
+            put_own = ranks.together(lambda: self._read_own(saved, optimizer))
         found = ranks.on_root(lambda: held["put"]()) or {}
-        put_own()
+        if put_own is not None:
+            put_own()
         if optimizer is not None:
             outer.restore(held.get("outer", {}))  # the root gives it to all when they begin
             compression.restore(ranks.on_root(lambda: held["kept"]))  # after what kept some before is gone

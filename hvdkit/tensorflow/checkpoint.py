@@ -16,7 +16,6 @@ from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.resume import ModelCheckpoints
-from hvdkit.steps.shard_state import require_shared
 from hvdkit.tensorflow import random_state, seeds, state
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
@@ -83,9 +82,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
         return None if optimizer is None else _divided().writer(optimizer, self._ranks())
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
-        if optimizer is None or not _divided().are_divided(optimizer):
-            return super()._read_own(saved, optimizer)
-        require_shared(self._ranks(), str(saved.path), "reads")
         prefix, pieces = saved.path / "optimizer", _divided().read_pieces(saved.path)
         if pieces is None:
             _, pieces = _divided().split_whole(optimizer, _values_in_order(prefix, optimizer), str(prefix))

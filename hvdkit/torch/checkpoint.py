@@ -245,9 +245,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         return write
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
-        divided = getattr(optimizer, state.SHARDED, None)
-        if divided is None:
-            return lambda: None
+        divided = getattr(optimizer, state.SHARDED)
         loaded: Callable[[], None] = divided.loading(
             optimizer, sharded_saved.SavedState(self._pieces(saved, optimizer))
         )

@@ -451,6 +451,31 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(hk, world, everyone, tmp
     assert saved is not None and saved.step == 2 and "optimizer-1-of-2.pt" in " ".join(saved.skipped)
 
 
+@on_ranks("torch", n=2)
+def test_a_directory_that_not_all_ranks_see_is_named(hk, world, everyone, tmp_path, monkeypatch):
+    from hvdkit.errors import CheckpointError
+    from hvdkit.steps import shard_state
+
+    class Unseen(type(tmp_path)):  # type: ignore[misc]
+        def is_dir(self) -> bool:
+            return False
+
+    model = net()
+    optimizer = hk.distribute(made("AdamW", model.parameters()), model, shard_state=True)
+    checkpoints = hk.Checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, step=1)
+    if world.rank == 1:
+        monkeypatch.setattr(shard_state, "Path", Unseen)
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot see .*every rank writes the state"):
+        checkpoints.save(model, optimizer, step=2)
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot see .*every rank reads the state"):
+        checkpoints.restore(model, optimizer)
+    monkeypatch.undo()
+    everyone("again")
+    checkpoints.save(model, optimizer, step=3)
+    assert sorted(one.name for one in tmp_path.iterdir() if one.is_dir()) == ["step-0000000001", "step-0000000003"]
+
+
 def dies(hk: Any, world: Any, when: str, directory: Any) -> None:
     """Rank 1 dies after the gradients' exchange, or while it writes what it keeps."""
     from hvdkit.errors import HvdkitError

@@ -251,20 +251,17 @@ class OverTorch(HorovodTransport):
         return TorchGradients(self, options, among), ranks
 
     def share(self, tensors: list[Any], owners: list[int], name: str) -> list[Any]:
-        import torch
-
         kinds = [(owner, one.dtype, one.device) for owner, one in zip(owners, tensors, strict=True)]
-        received, sent = list(tensors), []
-        for number, bucket in enumerate(in_buckets(kinds, [one.nbytes for one in tensors], MESSAGE_BYTES)):
-            parts = [tensors[place].detach() for place in bucket]
-            message = parts[0] if len(parts) == 1 else torch.cat(parts)
-            handle = self.hvd.broadcast_async_(message.view(torch.uint8), owners[bucket[0]], name=f"{name}.{number}")
-            sent.append((handle, message, bucket))
-        for handle, message, bucket in sent:
-            self.hvd.synchronize(handle)
-            for place, part in zip(bucket, message.split([len(tensors[place]) for place in bucket]), strict=True):
-                received[place] = part
-        return received
+        buckets = in_buckets(kinds, [one.nbytes for one in tensors], MESSAGE_BYTES)
+        begun = [
+            torch_tensors.start_sharing(
+                self.hvd, [tensors[place] for place in bucket], owners[bucket[0]], f"{name}.{number}"
+            )
+            for number, bucket in enumerate(buckets)
+        ]
+        for wait in begun:
+            wait()
+        return tensors
 
     def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
         """What Horovod's allreduce is told of the options."""

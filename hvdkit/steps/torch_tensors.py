@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,3 +104,40 @@ def _salts(count: int, device: Any) -> Any:
     import torch
 
     return torch.from_numpy(agreement.salts(count)).to(device)
+
+
+def start_sharing(
+    hvd: Any, pieces: list[Any], owner: int, name: str, copy: Callable[[list[Any], list[Any]], Any] | None = None
+) -> Callable[[], None]:
+    """Begin to give every rank the owner's pieces, in place; a collective. What is returned waits for it.
+
+    Args:
+        hvd: ``horovod.torch``.
+        pieces: tensors of one type on one device, of the same shapes on all ranks.
+        owner: the rank that has them. A lone one travels out of its own memory.
+        copy: puts the values of many tensors into others; default: one by one.
+    """
+    import torch
+
+    pieces = [one.detach() for one in pieces]
+    has_them = hvd.rank() == owner
+    if in_place := len(pieces) == 1 and pieces[0].is_contiguous():
+        message = pieces[0].view(-1)
+    elif has_them:
+        message = torch.cat([piece.reshape(-1) for piece in pieces])
+    else:
+        message = pieces[0].new_empty(sum(map(torch.Tensor.numel, pieces)))
+    handle = hvd.broadcast_async_(message.view(torch.uint8), owner, name=name)
+
+    def wait() -> None:
+        hvd.synchronize(handle)
+        if not (in_place or has_them):
+            got: Any = torch.split(message, list(map(torch.Tensor.numel, pieces)))
+            values = [one.view(piece.shape) for one, piece in zip(got, pieces, strict=True)]
+            if copy is not None:
+                copy(pieces, values)
+                return
+            for piece, value in zip(pieces, values, strict=True):
+                piece.copy_(value)
+
+    return wait

@@ -19,7 +19,7 @@ import torch
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import shard_state
+from hvdkit.steps import shard_state, torch_tensors
 from hvdkit.steps.shard_state import Piece
 from hvdkit.torch import private
 from hvdkit.torch.sharded_saved import MASTER, SavedState
@@ -206,23 +206,15 @@ class ShardedOptimizer:
     @listeners.sharing_weights()
     def _give(self) -> None:
         """Have every rank get what the owners have updated."""
-        sent = []
-        for number, parts in enumerate(self._messages):
-            pieces, owner = [part.inside() for part in parts], parts[0].piece.owner
-            if in_place := len(pieces) == 1 and pieces[0].is_contiguous():
-                message = pieces[0].view(-1)
-            elif owner == RANKS.rank():
-                message = torch.cat([piece.reshape(-1) for piece in pieces])
-            else:
-                message = pieces[0].new_empty(sum(map(torch.Tensor.numel, pieces)))
-            name = f"hvdkit.shard_state.{self._number}.{number}"
-            handle = hvd.broadcast_async_(message.view(torch.uint8), owner, name=name)
-            sent.append((handle, message, [] if in_place or owner == RANKS.rank() else pieces))
-        for handle, message, pieces in sent:
-            hvd.synchronize(handle)
-            if pieces:
-                got: Any = torch.split(message, list(map(torch.Tensor.numel, pieces)))
-                private.foreach_copy(pieces, [one.view(piece.shape) for one, piece in zip(got, pieces, strict=True)])
+        name = f"hvdkit.shard_state.{self._number}"
+        begun = [
+            torch_tensors.start_sharing(
+                hvd, [part.inside() for part in parts], parts[0].piece.owner, f"{name}.{number}", private.foreach_copy
+            )
+            for number, parts in enumerate(self._messages)
+        ]
+        for wait in begun:
+            wait()
 
     # In checkpoints -------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import private
 from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer.callbacks import Callback
-from hvdkit.keras.transport import TRANSPORT, common_names
+from hvdkit.keras.transport import TRANSPORT
 from hvdkit.observe import monitor
 from hvdkit.steps import torch_tensors
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.variable_names import common_names
 
 
 class Monitor(monitor.Monitor, Callback):

@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras import private
-from hvdkit.keras.transport import TRANSPORT, plain_path
+from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics, untrained
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared import keras_sharded_files
 from hvdkit.tf_shared.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.tf_shared.keras_sharded import by_checkpoints, shared_variables
+from hvdkit.tf_shared.variable_names import plain_path
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
 _HDF5_FILE, _HDF5_ARRAY = 16384, 4096

@@ -18,9 +18,10 @@ import torch
 from hvdkit.core import listeners
 from hvdkit.core.control import Flags
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.keras.transport import Transport, common_names
+from hvdkit.keras.transport import Transport
 from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.tf_shared.variable_names import common_names
 from hvdkit.torch.backward import exchange_all, exchanges
 from hvdkit.torch.buckets import BucketLayout, total_norm
 from hvdkit.torch.divergence import is_other

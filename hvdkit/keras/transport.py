@@ -14,12 +14,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
 import sys
 import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from types import ModuleType
@@ -57,21 +55,6 @@ from hvdkit.tf_shared.keras_optimizer import Reduce
 Ranks = tuple[int, ...] | None
 AHEAD_S = 0.001
 """Pause between two looks for what other ranks say ahead of a step."""
-
-
-def plain_path(variable: Any) -> str:
-    """A variable's path without Keras' automatic numbers: equal on ranks that have built other layers before."""
-    return re.sub(r"_\d+(?=[/_]|$)", "", getattr(variable, "path", None) or variable.name.removesuffix(":0"))
-
-
-def common_names(variables: Iterable[Any]) -> list[str]:
-    """Names for variables that are equal on all ranks: their plain paths, numbered where several have the same."""
-    seen: Counter[str] = Counter()
-    names = []
-    for path in map(plain_path, variables):
-        names.append(f"{path}.{seen[path]}" if seen[path] else path)
-        seen[path] += 1
-    return names
 
 
 class Transport(Communicator):

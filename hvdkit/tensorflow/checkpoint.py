@@ -19,7 +19,8 @@ from hvdkit.steps.resume import ModelCheckpoints
 from hvdkit.tensorflow import random_state, seeds, state
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
-from hvdkit.tensorflow.variables import canonical_name, native
+from hvdkit.tensorflow.variables import native
+from hvdkit.tf_shared.variable_names import plain_path
 
 _TRAINED = "trained.npy"  # which variables each of several optimizers has slots for
 
@@ -168,7 +169,7 @@ def _safe(name: str) -> str:
 
 
 def _keyed(variables: Sequence[Any]) -> dict[str, tf.Variable]:
-    names = [_safe(canonical_name(variable)) for variable in variables]
+    names = [_safe(plain_path(variable)) for variable in variables]
     return {
         f"{position:05d}_{name}": native(variable)
         for position, (name, variable) in enumerate(zip(names, variables, strict=True))

@@ -16,7 +16,8 @@ from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import agreement, divergence
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.tensorflow import private
-from hvdkit.tensorflow.variables import canonical_name, native
+from hvdkit.tensorflow.variables import native
+from hvdkit.tf_shared.variable_names import plain_path
 
 _FIRST = 8
 """Of the exchanges that are compared: Horovod's recipes broadcast after a step, which may exchange more than once."""
@@ -150,7 +151,7 @@ def look(variables: Iterable[Any], process_set: Any, exchanged: Callable[[], Seq
     exchange = None if graph else counter.count()
     if not graph and not _is_due(exchange):
         return None
-    named = [(canonical_name(one), one) for one in sources if isinstance(one, tf.Variable) and one.dtype.is_floating]
+    named = [(plain_path(one), one) for one in sources if isinstance(one, tf.Variable) and one.dtype.is_floating]
     if graph:
         named = sorted(named, key=lambda pair: -(pair[1].shape.num_elements() or 0))[:_IN_GRAPHS]
     if not named:

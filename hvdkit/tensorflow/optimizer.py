@@ -26,8 +26,9 @@ from hvdkit.steps.gradients import BFLOAT16_RANKS, GradientOptions, obstacle_of_
 from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import private
 from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
-from hvdkit.tensorflow.variables import canonical_name, native
+from hvdkit.tensorflow.variables import native
 from hvdkit.tf_shared.tf_ranks import IN_ANY_GRAPH
+from hvdkit.tf_shared.variable_names import plain_path
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)  # what every Horovod adds up
@@ -138,7 +139,7 @@ class DistributedTape:
 
 
 def _source_name(source: Any) -> str:
-    return f"{canonical_name(source)} {source.shape}"  # of a tf.Variable the shape may be unknown
+    return f"{plain_path(source)} {source.shape}"  # of a tf.Variable the shape may be unknown
 
 
 def _require_variables(sources: Sequence[Any]) -> None:

@@ -11,8 +11,9 @@ import tensorflow as tf
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes
 from hvdkit.tensorflow import seeds
-from hvdkit.tensorflow.variables import beside_keras, canonical_name, native
+from hvdkit.tensorflow.variables import beside_keras, native
 from hvdkit.tf_shared.tf_ranks import TensorflowRanks
+from hvdkit.tf_shared.variable_names import plain_path
 
 RANKS = TensorflowRanks()
 _COUNTED: WeakSet[Any] = WeakSet()
@@ -37,10 +38,10 @@ def model_variables(model: Any) -> list[Any]:
         inner = native(variable)
         if not isinstance(inner, tf.Variable):
             raise InvalidArgumentError(
-                f"{canonical_name(variable)} is not TensorFlow's; set KERAS_BACKEND=tensorflow or use hvdkit.keras."
+                f"{plain_path(variable)} is not TensorFlow's; set KERAS_BACKEND=tensorflow or use hvdkit.keras."
             )
         if inner.dtype == tf.string:
-            raise InvalidArgumentError(f"{canonical_name(variable)} holds strings, which are not sent between ranks.")
+            raise InvalidArgumentError(f"{plain_path(variable)} holds strings, which are not sent between ranks.")
     return variables
 
 
@@ -163,7 +164,7 @@ def shared_variables(optimizer: Any) -> list[Any]:
 
 def layout(variable: Any) -> str:
     """A variable for the comparison of ranks: name, type and shape."""
-    return f"{canonical_name(variable)} {native(variable).dtype.name} {tuple(variable.shape)}"
+    return f"{plain_path(variable)} {native(variable).dtype.name} {tuple(variable.shape)}"
 
 
 def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.tensorflow import private
-
-
-def canonical_name(variable: Any) -> str:
-    """The path of a variable without automatic numbers: equal on ranks that have built other layers before."""
-    path = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-    return re.sub(r"_\d+(?=[/_]|$)", "", path)
+from hvdkit.tf_shared.variable_names import plain_path
 
 
 def numbered_names(variables: Iterable[Any]) -> list[str]:
     """Names for variables, each once, equal on ranks that have them in the same order."""
-    return [f"{canonical_name(variable)}.{place}" for place, variable in enumerate(variables)]
+    return [f"{plain_path(variable)}.{place}" for place, variable in enumerate(variables)]
 
 
 def native(variable: Any) -> Any:

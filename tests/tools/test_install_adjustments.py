@@ -35,7 +35,7 @@ def patch(
 ) -> Patch:
     """One that changes a line between two others."""
     diff = f"--- a/{file}\n+++ b/{file}\n@@ -1,3 +1,3 @@\n x\n-{old}\n+{new}\n y\n"
-    return parse(name, f"When: {when}\n\n{why}\n\n{diff}")
+    return parse(name, f"When: {when}\nUpstream: no issue found\n\n{why}\n\n{diff}")
 
 
 def released(tree: Path) -> None:
@@ -165,10 +165,11 @@ def test_the_digest_changes_with_what_is_changed_and_not_with_the_reason() -> No
     assert len({digest([one]) for one in (patch(), patch(new="2"), patch(old="two"), patch(file="b.txt"))}) == 4
 
 
-def test_every_patch_says_when_and_why() -> None:
+def test_every_patch_says_when_and_why_and_what_is_known_upstream() -> None:
     assert len({one.name for one in patches()}) == len(patches()) > 10
     for one in patches():
         assert len(one.why) > 30
+        assert re.match(r"(horovod|gloo) (issues?|pull requests?) \d+|no issue found$", one.upstream)
         assert set(one.when.split(", ")) <= CONDITIONS.keys()
 
 

@@ -1,6 +1,7 @@
 """Changes the released source of Horovod 0.28.1 where today's compilers and frameworks need it: ``patches/``.
 
-One file a reason: its head says when it applies and why, the rest is a unified diff against the released source.
+One file a reason: its head says when it applies, what is known upstream, and why; the rest is a unified diff against
+the released source. ``patch -p1`` applies those of one build in the order of their numbers, too.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class Patch:
     Attributes:
         name: of the file, without its number.
         when: names of ``CONDITIONS``, with commas.
+        upstream: its issues and pull requests, or "no issue found".
         why: the reason.
         hunks: what it changes.
     """
 
     name: str
     when: str
+    upstream: str
     why: str
     hunks: tuple[Hunk, ...]
 
@@ -64,7 +67,7 @@ class Patch:
 
 def parse(name: str, text: str) -> Patch:
     """A patch from the text of its file."""
-    when, _, rest = text.partition("\n")
+    when, upstream, rest = text.split("\n", 2)
     why, _, diff = rest.partition("\n--- ")
     diff = f"--- {diff}"
     parts = _FILE.split(diff)[1:]
@@ -73,7 +76,8 @@ def parse(name: str, text: str) -> Patch:
         for file, body in zip(parts[::2], parts[1::2], strict=True)
         for hunk in _HUNK.split(body)[1:]
     ]
-    return Patch(name, when.removeprefix("When: "), " ".join(why.split()), tuple(hunks))
+    head = (when.removeprefix("When: "), upstream.removeprefix("Upstream: "), " ".join(why.split()))
+    return Patch(name, *head, tuple(hunks))
 
 
 @cache
@@ -119,8 +123,9 @@ def describe(options: Options) -> str:
     """The patches by name, which of them apply to a build and why; what they change is in ``patches/``."""
     return "\n\n".join(
         f"  {patch.name}\n"
-        f"    applies: {'yes' if patch.applies(options) else 'no'} (when: {patch.when})\n"
-        f"    why:     {patch.why}"
+        f"    applies:  {'yes' if patch.applies(options) else 'no'} (when: {patch.when})\n"
+        f"    why:      {patch.why}\n"
+        f"    upstream: {patch.upstream}"
         for patch in patches()
     )
 

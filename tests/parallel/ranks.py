@@ -408,6 +408,15 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(lacking), reason=f"needs {', '.join(lacking)} (`make test` installs all)")
 
 
+def jax() -> Any:
+    """JAX in float64, which compiles fast; to be called before anything else imports it."""
+    os.environ["XLA_FLAGS"] = COMPILE_FAST
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    return jax
+
+
 def missing(framework: str) -> list[str]:
     return [name for name in FRAMEWORKS[framework].needs if importlib.util.find_spec(name) is None]
 

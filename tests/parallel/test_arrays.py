@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from programs_checks import message, signs
-from ranks import COMPILE_FAST, needs, on_ranks
+from ranks import jax as in_float64
+from ranks import needs, on_ranks
 
 SAMPLES, SIDE, CLASSES, GLOBAL_BATCH, EPOCHS = 53, 6, 3, 12, 2  # 53 samples: the last step has 5, split 3 and 2
 
@@ -78,10 +79,7 @@ def jax_functions():
 
 def train_jax(hk, world, by):
     """A CNN by optax's Adam with a warmup that runs inside jit."""
-    os.environ["XLA_FLAGS"] = COMPILE_FAST
-    import jax
-
-    jax.config.update("jax_enable_x64", True)
+    jax = in_float64()
     numpy = jax.numpy
     first, second = jax.random.split(jax.random.key(world.rank))
     parameters = {

@@ -1,22 +1,12 @@
 """``hvdkit.arrays.average`` in chains of optax on real ranks: inside and outside of ``jax.jit`` as in one process."""
 
-import os
-
 import numpy as np
 import pytest
 from pages import blocks, run
-from ranks import COMPILE_FAST, needs, on_ranks
+from ranks import jax, needs, on_ranks
 
 pytestmark = needs("jax", "optax")
 ROWS, STEPS = 24, 6
-
-
-def jax():
-    os.environ["XLA_FLAGS"] = COMPILE_FAST
-    import jax
-
-    jax.config.update("jax_enable_x64", True)
-    return jax
 
 
 def parameters():

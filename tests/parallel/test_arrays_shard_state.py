@@ -8,20 +8,12 @@ import numpy as np
 import pytest
 from pages import blocks, run
 from programs_checks import message
-from ranks import COMPILE_FAST, needs, on_ranks
+from ranks import jax, needs, on_ranks
 
 from hvdkit import AgreementError
 
 ROWS, STEPS = 24, 6
 optax_too = needs("jax", "optax")
-
-
-def jax():
-    os.environ["XLA_FLAGS"] = COMPILE_FAST
-    import jax
-
-    jax.config.update("jax_enable_x64", True)
-    return jax
 
 
 def parameters():

@@ -148,6 +148,20 @@ def test_a_module_of_functions_is_not_blamed_for_what_its_callers_do() -> None:
     assert checked.verdicts[0].status == "undecided"
 
 
+@pytest.mark.parametrize("data", ["data", "data.shard(hvd.size(), hvd.rank())"])
+@pytest.mark.parametrize("steps", ["10", "samples // batch"])
+def test_callers_may_have_divided_data_and_steps(data: str, steps: str) -> None:
+    checked = check_text(
+        "import keras\nimport horovod.tensorflow.keras as hvd\nhvd.init()\n"
+        "def train(model, data, samples, rate, batch=128):\n"
+        f"    x = {data}.repeat().batch(batch)\n"
+        "    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(rate)))\n"
+        f"    model.fit(x, steps_per_epoch={steps}, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])\n"
+    )
+    assert [one.rule for one in checked.findings] == ["keras-3-optimizer"]
+    assert checked.verdicts[7].status == "undecided"
+
+
 def test_what_is_wrong_in_itself_is_found_in_a_module_of_functions_too() -> None:
     text = "import horovod.torch as hvd\ndef log(loss):\n    if hvd.rank() == 0:\n        print(hvd.allreduce(loss))\n"
     assert [(one.line, one.rule) for one in check_text(text).findings] == [(4, "collective-on-some-ranks")]

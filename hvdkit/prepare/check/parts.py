@@ -10,6 +10,7 @@ from functools import cached_property
 
 from hvdkit.prepare.check.calls import argument, arguments, is_constant, method, word
 from hvdkit.prepare.check.case import Case, over
+from hvdkit.prepare.check.flow import everything
 from hvdkit.prepare.check.libraries import LOADERS, RANKS, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 
@@ -142,7 +143,7 @@ class DataCase(Case):
         """Why it is not clear what a value holds; "" where the text shows it."""
         if maker := self.hidden(node, through=True):
             return f"the data come from {maker}, which is not in this text"
-        for one in self.reach(node):
+        for one in self.reach(*everything(node, self._objects)):
             if isinstance(one, ast.arg) and not self.arguments_for(one) and one.arg not in ("self", "cls"):
                 return f"the data come from a caller that is not in this text ({one.arg})"
             if isinstance(one, ast.Constant) and one.value is ...:
@@ -157,6 +158,11 @@ class DataCase(Case):
         if any(_RANDOM.match(self.name(call)) for call in drawn) and not self.fixed_seed([node]):
             return "each rank makes random data of its own"
         return ""
+
+    def _objects(self, node: ast.AST) -> list[ast.expr]:
+        """What methods are called of where a value comes from: ``data`` of ``data.repeat().batch(8)``."""
+        calls = [call for call in self.calls(node) if not self.name(call)]
+        return [call.func.value for call in calls if isinstance(call.func, ast.Attribute)]
 
     def tf_sources(self, *nodes: ast.expr) -> list[ast.Call]:
         """The calls of ``tf.data`` and ``tensorflow_datasets`` that values are made by."""

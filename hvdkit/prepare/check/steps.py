@@ -206,9 +206,13 @@ def _unclear_rate(case: DataCase, call: ast.Call, rates: list[ast.expr]) -> str:
         return f"the learning rate comes from {hidden}, which is not in this text"
     if any(case.name(call).startswith("keras.") or case.class_of(call) for call in case.calls(*rates)):
         return "the learning rate is a schedule of its own"
-    parameters = [node for node in case.reach(*rates, through=True) if isinstance(node, ast.arg)]
-    known = all(map(case.arguments_for, parameters))
-    return "" if known else "the learning rate comes from a caller that is not in this text"
+    return "the learning rate comes from a caller that is not in this text" if _is_given(case, *rates) else ""
+
+
+def _is_given(case: DataCase, *values: ast.AST) -> bool:
+    """Whether values come from a caller that is not in this text."""
+    parameters = [node for node in case.reach(*values, through=True) if isinstance(node, ast.arg)]
+    return not all(map(case.arguments_for, parameters))
 
 
 def _rate_changes(case: DataCase) -> Iterator[tuple[int, bool]]:
@@ -443,6 +447,8 @@ def _undivided_fit(case: DataCase, event: Event) -> bool:
     if steps is None or is_constant(steps, None) or is_constant(steps, 1) or part.kind == UNCLEAR:
         return False
     if _divides_fit(case, event) or case.hidden(steps, through=True) or case.shard_lines(steps):
+        return False
+    if _is_given(case, steps):  # the caller may have divided them
         return False
     return _is_counted(case, steps) or (part.kind == WHOLE and isinstance(steps, ast.Constant))
 

@@ -1,6 +1,7 @@
 """The documentation as a site: `make docs`."""
 
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 from hvdkit.cli import hvdkit_command
 
 sys.path.insert(0, str(Path(__file__).parent))
-from uses import ADAPTERS, uses
+from uses import ADAPTERS, example, is_for_users, uses
 
 project = "hvdkit"
 release = importlib.metadata.version("hvdkit")
@@ -30,6 +31,16 @@ exclude_patterns = ["_build", "data"]
 autodoc_mock_imports = ["horovod", "mpi4py"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+# Methods of hvdkit's own base classes belong to what a user holds; those of frameworks, and of exceptions, do not.
+FOREIGN = (
+    "BaseException Callback DataLoader DatasetOver DatasetV2 Exception ImportError LambdaLR OSError PyDataset State "
+    "UnaryUnchangedStructureDataset ValueError"
+)
+autodoc_default_options = {
+    "members": True,
+    "inherited-members": FOREIGN.replace(" ", ","),
+    "special-members": "__call__",
+}
 
 
 class Help(SphinxDirective):
@@ -52,14 +63,26 @@ class Help(SphinxDirective):
 
 
 def add_uses(_app: Sphinx, _what: str, name: str, _object: Any, _options: Any, lines: list[str]) -> None:
-    """Say below a public name which programs use it."""
+    """Show below a public name the lines of a program that uses it, and say where another one does."""
     package, _, short = name.rpartition(".")
     adapter = package.removeprefix("hvdkit.")
     if adapter in ADAPTERS and (found := uses(adapter, short)):
-        lines += ["", "Used in " + " and ".join(f"``{place}``" for place in found) + ".", ""]
+        also = f", also used in {found[1]}" if found[1:] else ""
+        code = [f"   {line}" for line in example(found[0])]
+        lines += ["", ".. code-block:: python", f"   :caption: {found[0]}{also}", "", *code, ""]
+
+
+def skip_member(_app: Sphinx, _what: str, name: str, member: Any, skip: bool, _options: Any) -> bool | None:
+    """Leave out what is a framework's, and what is public for hvdkit's other files alone."""
+    function = getattr(member, "fget", None) or member
+    if inspect.isroutine(function) and not (getattr(function, "__module__", None) or "hvdkit").startswith("hvdkit"):
+        return True
+    *_, owner, _ = ["", *getattr(function, "__qualname__", name).split(".")]
+    return skip or None if is_for_users(owner, name) else True
 
 
 def setup(app: Sphinx) -> None:
     """Add the directive, and the uses."""
     app.add_directive("help-of-every-command", Help)
     app.connect("autodoc-process-docstring", add_uses)
+    app.connect("autodoc-skip-member", skip_member)

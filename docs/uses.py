@@ -1,12 +1,35 @@
-"""Where the repository uses each public name of an adapter, in programs that `make test` runs."""
+"""Where programs that `make test` runs use each public name of an adapter; which public methods are for no user."""
 
 import ast
 import re
+import textwrap
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ADAPTERS = ("torch", "tensorflow", "keras", "arrays")
+FOR_HVDKIT = {
+    "ElasticBase": "reset",
+    "ElasticState": "reset",
+    "Evaluation": "tf_dataset",
+    "GradientOptions": "require_possible",
+    "InEpochs": "follow require_state",
+    "Monitor": "arrived asked done finished follow given go_to looked norm ready saved stepped taken wants_norm",
+    "Position": "after next_epoch of state steps",
+    "Shard": "facts identity",
+    "ShardedData": "advance ends_with_filler fills go_to num_batches parts reader steps_done tf_dataset",
+    "ShardedFiles": "",
+    "ShardedState": "exchange",
+    "ShardedStream": "failure first_of_all go_to parts reader",
+    "StreamInEpochs": "advance fills goes_on require_state steps_done",
+    "StreamPosition": "after next_epoch of state steps",
+    "StreamShare": "facts",
+    "Warmup": "after_steps follow go_to",
+    "_Rate": "after_steps give multiply steps",
+    "LearningRateSchedule": "after_steps",
+}
+"""By class, the public methods that other files of hvdkit call, and no user: the page leaves them out."""
+_LINES = 10
 
 
 def public(adapter: str) -> list[str]:
@@ -32,11 +55,44 @@ def _programs(adapter: str) -> dict[str, list[str]]:
     return {str(path.relative_to(ROOT)): path.read_text().splitlines() for path in (*examples, *tests)}
 
 
+def is_for_users(class_name: str, method: str) -> bool:
+    """Whether the page shows a public method: not what Keras calls, nor what hvdkit alone does."""
+    called_by_keras = method.startswith("on_") or method == "set_model"
+    return not called_by_keras and method not in FOR_HVDKIT.get(class_name, "").split()
+
+
+def example(place: str) -> list[str]:
+    """The lines of the statement at ``file:line``, the first ten."""
+    file, _, number = place.rpartition(":")
+    text = (ROOT / file).read_text()
+    around = (
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and node.lineno <= int(number) <= (node.end_lineno or node.lineno)
+    )
+    first, last = max(around)
+    if int(number) - first >= _LINES:  # far within a program that a test writes
+        first, last = int(number), int(number)
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : min(last, first + _LINES - 1)])).splitlines()
+
+
+@cache
+def _names(file: str) -> list[tuple[str, int]]:
+    """What a program takes of ``hk`` and ``hvdkit.ADAPTER``, with the line, in its own code and not in its strings."""
+    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    return sorted((ast.unparse(node), node.lineno) for node in nodes if isinstance(node, ast.Attribute))
+
+
 def uses(adapter: str, name: str) -> list[str]:
     """At most two places, ``file:line``, an example before a test; a class that a function returns has none."""
-    pattern = re.compile(rf"\b(?:hk|hvdkit\.{adapter})\.{name}\b")
-    places = (
-        next((f"{file}:{number}" for number, line in enumerate(lines, 1) if pattern.search(line)), None)
-        for file, lines in _programs(adapter).items()
+    wanted = (f"hk.{name}", f"hvdkit.{adapter}.{name}")
+    programs = _programs(adapter)
+    lines = ((file, next((line for used, line in _names(file) if used in wanted), 0)) for file in programs)
+    if places := [f"{file}:{line}" for file, line in lines if line]:
+        return places[:2]
+    pattern = re.compile(rf"\b(?:hk|hvdkit\.{adapter})\.{name}\b")  # in a program that a test writes
+    found = (
+        (file, next((i for i, line in enumerate(text, 1) if pattern.search(line)), 0))
+        for file, text in programs.items()
     )
-    return [place for place in places if place][:2]
+    return [f"{file}:{line}" for file, line in found if line][:2]

@@ -26,7 +26,7 @@ from hvdkit.tf_shared.variable_names import common_names
 class Monitor(monitor.Monitor, Callback):
     """A callback for ``fit``; in a loop of your own as in PyTorch's (``with``, ``monitor(loader)``, ``log``).
 
-    ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises. It logs what ``fit`` does; with
+    :class:`hvdkit.observe.monitor.Monitor` says what it takes and raises. It logs what ``fit`` does; with
     ``steps_per_execution`` an execution is so many steps of equal length. Call ``close``, or use ``with``, where the
     process goes on after the training.
     """

@@ -40,7 +40,8 @@ def set_rate(optimizer: Any, rate: float) -> None:
 class Warmup(WarmupBase):
     """Multiplies the scaled learning rate by the warmup's multiplier, and then by that of ``after``.
 
-    It counts the optimizer's own steps; ``go_to`` puts the count where the data are.
+    Made by ``hvdkit.tensorflow.warmup``. It counts the optimizer's own steps; ``go_to`` puts the count where
+    the data are.
 
     Args:
         optimizer: a Keras optimizer made with a number as its rate, the one scaled for ``world`` by ``rule``.

@@ -16,7 +16,7 @@ from hvdkit.torch.state import RANKS
 
 
 class Monitor(monitor.Monitor):
-    """Watches a loop while it trains; ``hvdkit.observe.monitor.Monitor`` says what it is given and what it raises."""
+    """Watches a loop while it trains; :class:`hvdkit.observe.monitor.Monitor` says what it takes and raises."""
 
     _ranks = RANKS
 

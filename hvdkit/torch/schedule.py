@@ -16,6 +16,8 @@ _STATE = ("last_epoch", "base_lrs", "_step_count", "_last_lr")
 class Warmup(WarmupBase, torch.optim.lr_scheduler.LambdaLR):
     """Multiplies the scaled learning rates by the warmup's multiplier, and then by that of ``after``.
 
+    Made by ``hvdkit.torch.warmup``. Call ``step()`` after every step of the optimizer.
+
     Args:
         optimizer: made with the rates scaled for ``world`` by ``rule``.
         world, steps_per_epoch, epochs, rule, after: see ``hvdkit.torch.warmup``.

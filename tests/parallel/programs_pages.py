@@ -59,11 +59,11 @@ TORCH = {
         "saved.step == step and sorted(saved.extra) == ['ema', 'scaler', 'schedule']",
     ),
     Place("datasets.md", "HDF5"): Block("hk world train_h5", "[x.shape for x, y in loader] == [(32, 4)]"),
-    Place("eight_steps.md", "PyTorch: data in a program of several ranks"): Block(
+    Place("edge_cases.md", "PyTorch: data in a program of several ranks"): Block(
         "torch itertools hk world everyone all_lines",
         "sorted(sum(everyone(torch.cat(list(hk.shard(Lines(), world, 2))).tolist()), [])) == list(range(8))",
     ),
-    Place("eight_steps.md", "PyTorch: contrastive losses"): Block(
+    Place("one_process.md", "PyTorch: contrastive losses"): Block(
         "hk torch F=functional world loader=views model optimizer", GRADIENTS
     ),
     Place("shard_state.md", "The optimizer's state, divided"): Block(

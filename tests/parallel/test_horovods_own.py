@@ -1,5 +1,6 @@
 """Horovod's own API in the build of hvdkit, without hvdkit: what its patches mend. Imports are within, on the ranks."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,10 @@ def test_horovods_callbacks_broadcast_average_and_warm_up(everyone):
         hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=2),
     ]
     data = of_rank(hvd.rank(), 3)  # the third part is nobody's
-    history = model.fit(*data, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        history = model.fit(*data, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
+    assert sum("momentum_correction=False" in str(one.message) for one in said) == (hvd.rank() == 0)
     (weights, loss), (others, other_loss) = everyone(([w.tolist() for w in model.get_weights()], history["loss"]))
     assert weights == others
     assert loss == other_loss
@@ -153,3 +157,70 @@ def test_unnamed_tensors_of_torch_meet_after_uneven_calls(everyone):
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
     hvd.join()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
+
+
+@on_ranks("keras", n=3, fresh=True)
+def test_barrier_of_tensorflow_waits_for_the_ranks_of_its_process_set(everyone):
+    import time
+
+    import horovod.keras
+    import horovod.tensorflow as hvd
+    import horovod.tensorflow.keras
+    import tensorflow as tf
+
+    assert hvd.barrier is horovod.keras.barrier is horovod.tensorflow.keras.barrier
+    two = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[two])
+
+    def after_the_last(late: int, barrier, ranks=(0, 1, 2)) -> bool:
+        """Whether no rank left before the one that came late; all clocks are this host's."""
+        if hvd.rank() not in ranks:
+            return everyone(()) is not None
+        if hvd.rank() == late:
+            time.sleep(0.3)
+        came = time.monotonic()
+        assert int(barrier()) == len(ranks)
+        times = [one for one in everyone((came, time.monotonic())) if one]
+        return min(left for _, left in times) >= max(came for came, _ in times)
+
+    assert after_the_last(2, hvd.barrier)
+    assert after_the_last(0, tf.function(hvd.barrier))
+    assert after_the_last(1, lambda: hvd.barrier(two), ranks=(0, 1))
+
+
+@on_ranks("tensorflow", n=2, fresh=True)
+def test_elastic_run_takes_the_errors_of_horovods_operations_and_no_others(everyone, monkeypatch):
+    import tensorflow as tf
+    from horovod.common.exceptions import HorovodInternalError
+    from horovod.tensorflow import elastic
+
+    monkeypatch.setattr(elastic, "run_fn", lambda wrapped, reset: wrapped)  # what would start anew
+    lost = "{{function_node __wrapped__HorovodAllreduce_device_/job:localhost}} Horovod has been shut down."
+
+    def raises(error):
+        def train(state):
+            raise error
+
+        return lambda: elastic.run(train)(None)
+
+    for kind in (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.InternalError):
+        with pytest.raises(HorovodInternalError):
+            raises(kind(None, None, lost))()
+        with pytest.raises(kind, match="No space left"):
+            raises(kind(None, None, "No space left on device"))()
+
+
+@pytest.mark.parametrize(
+    ("version", "implementation", "binding"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "OpenMPI", ["--bind-to none", "--map-by slot"]),
+        ("HYDRA build details:\n    Version: 4.2.0", "MPICH", ["-bind-to none", "-map-by slot"]),
+    ],
+)
+def test_horovodrun_knows_open_mpi_5_and_mpich(tmp_path, version, implementation, binding):
+    mpi_run = pytest.importorskip("horovod.runner.mpi_run")
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\nprintf '{version}\\n'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    _, found, name = mpi_run._get_mpi_implementation_flags(False, environ)
+    assert (name, found) == (implementation, binding)

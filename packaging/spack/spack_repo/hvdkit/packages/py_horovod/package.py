@@ -85,6 +85,7 @@ class PyHorovod(PythonPackage):
         ("37-elastic-tensorflow-errors", "frameworks=tensorflow"),
         ("38-horovodrun-open-mpi-5", ""),
         ("39-horovodrun-mpich", ""),
+        ("40-tensorflow-barrier", "frameworks=tensorflow"),
     ):
         patch(f"../../../../../../hvdkit/prepare/install/patches/{name}.patch", when=condition or None)
 

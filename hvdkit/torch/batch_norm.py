@@ -73,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
         mean = (sizes * means).sum(0) / total
         variance = (sizes * (variances + (means - mean) ** 2)).sum(0) / total
         if self.training:
-            self._track(mean.detach(), variance.detach() * (total / (total - 1)))
+            self._track(mean.detach(), (variance * (total / (total - 1))).detach())
         shape = [1, -1, *(1 for _ in over[1:])]
         scale = torch.rsqrt(variance + self.eps)
         normal = (exact - mean.reshape(shape)) * scale.reshape(shape)

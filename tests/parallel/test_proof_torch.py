@@ -127,13 +127,14 @@ def test_batch_norm_statistics(hk, world, everyone):
 
     synchronised = hk.sync_batch_norm(nn.Sequential(nn.BatchNorm2d(2, momentum=None), nn.Flatten()))
     whole = nn.Sequential(nn.BatchNorm2d(2, momentum=None), nn.Flatten())
-    images = torch.randn(2 * world.size, 2, 3, 3, generator=torch.Generator().manual_seed(4))
+    images = torch.randn(2 * world.size, 2, 3, 3, generator=torch.Generator().manual_seed(4), requires_grad=True)
     for _ in range(2):
         mine = synchronised(images[world.rank :: world.size])
         expected = whole(images)[world.rank :: world.size]
     assert (mine - expected).abs().max() < 1e-5
     running, theirs = (flat([net[0].running_mean, net[0].running_var]) for net in (synchronised, whole))
     assert running == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert not any(one.requires_grad for one in synchronised.buffers())
     assert (synchronised.eval()(images) - whole.eval()(images)).abs().max() < 1e-5
     hk.check_agreement(synchronised, None, world)
     assert "Linear has no BatchNorm" in message(lambda: hk.sync_batch_norm(nn.Linear(2, 2)))

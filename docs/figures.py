@@ -26,20 +26,20 @@ PLOTS = {
 
 
 def timeline_report() -> None:
-    """The top of the page of a public run on 8 ranks, for light and for dark pages."""
+    """The top of the page of a public run on 8 ranks."""
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
         page = Path(directory) / "report.html"
         command = [sys.executable, "-m", "hvdkit", "timeline", "report", TIMELINE, "-o", page]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        for scheme, name in (("light", "timeline_report.png"), ("dark", "timeline_report_dark.png")):
-            window = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
-            window.goto(page.as_uri())
-            window.screenshot(path=ROOT / "docs" / name)
-            with Image.open(ROOT / "docs" / name) as picture:
-                fewer = picture.convert("RGB").quantize(256)  # a third of the bytes
-            fewer.save(ROOT / "docs" / name, optimize=True)
+        window = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        window.goto(page.as_uri())
+        path = ROOT / "docs" / "timeline_report.png"
+        window.screenshot(path=path)
         browser.close()
+        with Image.open(path) as picture:
+            fewer = picture.convert("RGB").quantize(256)  # a third of the bytes
+        fewer.save(path, optimize=True)
 
 
 def plots() -> None:

@@ -84,6 +84,10 @@ TORCH = {
     Place("monitor.md", "Seeing a run while it trains"): Block(
         "hk world epochs loader optimizer loss accuracy", "Path('runs/digits/metrics.jsonl').stat().st_size > 0"
     ),
+    Place("quickstart.md", "PyTorch"): Block(
+        "Net SummaryWriter train_set=images valid_set=images epochs",
+        "loader.epoch == 1 and checkpoints.best().score == means['accuracy'] and (writer is None) != world.is_root",
+    ),
     Place("profile.md", "Profiles"): Block("hk loader=many", "len(list(Path('profile').glob('trace-*-of-2*'))) == 2"),
     Place("slow_networks.md", "every: weights instead of gradients"): Block(
         "hk torch world model", "hk.check_agreement(model, None, world) is None and optimizer.state == {}"
@@ -91,10 +95,15 @@ TORCH = {
 }
 """On two ranks of PyTorch."""
 
+QUICKSTART = {name: Place("quickstart.md", name) for name in ("TensorFlow", "Keras")}
 KERAS = {
     Place("bench.md", "Recording the steps", 1): Block("hk model data epochs", "model.optimizer.iterations == 2"),
     Place("elastic.md", "Elastic trainings", 1): Block(
         "hk model optimizer data epochs", "state.world.size == 2 and optimizer.iterations == 2"
+    ),
+    QUICKSTART["Keras"]: Block(
+        "make_model x_train y_train x_valid=x_train y_valid=y_train epochs",
+        "len(history.history['val_accuracy']) == 1 and optimizer.iterations == 2",
     ),
 }
 """On two ranks of Keras."""
@@ -119,9 +128,17 @@ READ = {
 TARGETS = Place("agreement.md", "Tokens, pixels (TensorFlow)")
 """On ranks of TensorFlow, by ``test_tensorflow_optimizers.py``."""
 
+LOOP = {
+    QUICKSTART["TensorFlow"]: Block(
+        "make_model x_train y_train x_valid=x_train y_valid=y_train epochs",
+        "optimizer.iterations == steps == 2 and samples == 64 and checkpoints.best().score == means['accuracy']",
+    ),
+}
+"""On two ranks of TensorFlow."""
+
 PROGRAM = Place("launch.md", "From Python")
 """A whole program."""
-RUN = [*TORCH, *KERAS, ARRAYS, OPTAX, *SHARDED, *RECORDED, *READ, TARGETS, PROGRAM]
+RUN = [*TORCH, *KERAS, ARRAYS, OPTAX, *SHARDED, *RECORDED, *READ, TARGETS, *LOOP, PROGRAM]
 
 
 def names_of(block: Block, shelf: Any) -> dict[str, Any]:
@@ -153,6 +170,23 @@ class Shelf:
     @functools.cached_property
     def train_set(self) -> Any:
         return self.pairs(SAMPLES)
+
+    @functools.cached_property
+    def images(self) -> Any:
+        return self.pairs(128)
+
+    def Net(self) -> Any:  # noqa: N802  # the page's name of a class
+        layers = self.nn.Linear(FEATURES, 8), self.nn.BatchNorm1d(8), self.nn.Dropout(0.1), self.nn.Linear(8, CLASSES)
+        return self.nn.Sequential(*layers)
+
+    class SummaryWriter:
+        """In place of TensorBoard's, which imports TensorFlow."""
+
+        def __init__(self, directory: str) -> None:
+            self.directory = directory
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            assert step == 0 and value >= 0 and name in ("accuracy", "loss")
 
     @functools.cached_property
     def model(self) -> Any:
@@ -262,15 +296,31 @@ class Shelf:
         self.train(*batch)
 
 
-class KerasShelf:
-    """The smallest of each kind, for Keras."""
+class QuickShelf:
+    """Data and a model, for Keras and TensorFlow."""
 
     epochs = 1
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.x_train = np.random.default_rng(0).normal(size=(128, FEATURES)).astype("float32")
+        self.y_train = np.arange(128) % CLASSES
+
+    def make_model(self) -> Any:
+        import keras
+
+        return keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(CLASSES)])
+
+
+class KerasShelf(QuickShelf):
+    """The smallest of each kind, for Keras."""
 
     def __init__(self, hk: Any, world: Any) -> None:
         import keras
         import numpy as np
 
+        super().__init__()
         x = np.ones((SAMPLES, FEATURES), "float32")
         self.hk, self.model = hk, keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
         self.optimizer = hk.distribute(keras.optimizers.SGD(0.1))

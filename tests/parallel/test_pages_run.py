@@ -12,12 +12,14 @@ from pages import blocks, run
 from programs_pages import (
     ARRAYS,
     KERAS,
+    LOOP,
     PROGRAM,
     READ,
     RECORDED,
     TORCH,
     KerasShelf,
     Place,
+    QuickShelf,
     Shelf,
     arrays_begin,
     names_of,
@@ -45,6 +47,13 @@ def test_a_block_for_pytorch_runs(hk, world, everyone, place):
 def test_a_block_for_keras_runs(hk, world, place):
     names = run(code(place), names_of(KERAS[place], KerasShelf(hk, world)))
     assert true_after(KERAS[place].after, names), KERAS[place].after
+
+
+@pytest.mark.parametrize("place", LOOP, ids=str)
+@on_ranks("tensorflow", n=2)
+def test_a_block_for_tensorflow_runs(place):
+    names = run(code(place), names_of(LOOP[place], QuickShelf()))
+    assert true_after(LOOP[place].after, names), LOOP[place].after
 
 
 @on_ranks("torch", n=2, mpi=True, fresh=True)

@@ -1,5 +1,6 @@
-"""README.md: its two programs train; contracts/test_pages.py reads it and the other pages."""
+"""README.md: its two programs train, and ship; contracts/test_pages.py reads it and the other pages."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -11,12 +12,19 @@ from ranks import rank_environment, warm
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROGRAMS = {"-": "digits_single.py", "+": "digits.py"}
 
 
 def side(sign: str) -> str:
     """The program before ("-") or after ("+") the steps, of the README's diff."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     return "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[:1] in ("", " ", sign))
+
+
+def test_both_programs_ship():
+    for sign, name in PROGRAMS.items():
+        shipped = ast.parse((ROOT / "examples" / "pytorch" / name).read_text(encoding="utf-8"))
+        assert ast.unparse(shipped.body[1:]) == ast.unparse(ast.parse(side(sign)))
 
 
 @pytest.mark.parallel

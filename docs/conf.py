@@ -62,11 +62,12 @@ class Help(SphinxDirective):
                     yield from self._sections(click.Context(one, info_name=name, parent=context), one)
 
 
-def add_uses(_app: Sphinx, _what: str, name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+def add_uses(_app: Sphinx, what: str, name: str, _object: Any, _options: Any, lines: list[str]) -> None:
     """Show below a public name the lines of a program that uses it, and say where another one does."""
-    package, _, short = name.rpartition(".")
-    adapter = package.removeprefix("hvdkit.")
-    if adapter in ADAPTERS and (found := uses(adapter, short)):
+    _, *folders, owner, short = ["", *name.split(".")]
+    adapter = next((one for one in folders if one in ADAPTERS), owner if owner in ADAPTERS else "torch")
+    used = f"{owner}.{short}" if what in ("method", "property", "attribute") else short
+    if what != "module" and what != "exception" and (found := uses(adapter, used)):
         also = f", also used in {found[1]}" if found[1:] else ""
         code = [f"   {line}" for line in example(found[0])]
         lines += ["", ".. code-block:: python", f"   :caption: {found[0]}{also}", "", *code, ""]

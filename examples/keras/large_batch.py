@@ -70,8 +70,10 @@ def save_plot(curves):
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, history in curves.items():
         axes.plot(range(1, len(history["accuracy"]) + 1), history["accuracy"], marker="o", label=name)
-    axes.set(xlabel="epoch", ylabel="training accuracy", ylim=(0, 1), title="Learning rate of 8 workers, global batch")
-    axes.legend()
+    axes.set(
+        xlabel="epoch", ylabel="training accuracy", ylim=(0, 1.03), title="Global batch and learning rate of 8 workers"
+    )
+    axes.legend(loc="center right")
     figure.savefig(PLOT, dpi=150)
     print(f"The curves are in {PLOT}.")
 

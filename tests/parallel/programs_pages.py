@@ -136,9 +136,12 @@ LOOP = {
 }
 """On two ranks of TensorFlow."""
 
+TRAINED = Place("use_model.md", "Using the trained model")
+"""On one rank of PyTorch."""
+
 PROGRAM = Place("launch.md", "From Python")
 """A whole program."""
-RUN = [*TORCH, *KERAS, ARRAYS, OPTAX, *SHARDED, *RECORDED, *READ, TARGETS, *LOOP, PROGRAM]
+RUN = [*TORCH, *KERAS, ARRAYS, OPTAX, *SHARDED, *RECORDED, *READ, TARGETS, *LOOP, TRAINED, PROGRAM]
 
 
 def names_of(block: Block, shelf: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from programs_pages import (
     READ,
     RECORDED,
     TORCH,
+    TRAINED,
     KerasShelf,
     Place,
     QuickShelf,
@@ -40,6 +41,21 @@ def test_a_block_for_pytorch_runs(hk, world, everyone, place):
     names = run(code(place), names_of(TORCH[place], Shelf(hk, world, everyone)))
     everyone(None)  # what only the root writes is there
     assert true_after(TORCH[place].after, names), TORCH[place].after
+
+
+@on_ranks("torch", n=1)
+def test_the_block_that_uses_a_trained_model_runs(hk, world):
+    import torch
+
+    shelf = Shelf(hk, world, None)
+    hk.Checkpoints("runs/own", keep_best=1).save(shelf.model, shelf.optimizer, step=1, score=0.5)
+    example = torch.ones(2, 4)
+    names = run(code(TRAINED), {"hk": hk, "torch": torch, "example": example, "Net": lambda: torch.nn.Linear(4, 3)})
+    expected = shelf.model(example)
+    assert torch.equal(names["model"](example), expected) and names["saved"].score == 0.5
+    assert torch.equal(torch.export.load("model.pt2").module()(example), expected)
+    for file in ("model.pt", names["saved"].path / "model.pt"):
+        assert torch.equal(torch.load(file, weights_only=True)["weight"], shelf.model.weight)
 
 
 @pytest.mark.parametrize("place", KERAS, ids=str)

@@ -115,17 +115,31 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         strict: bool = True,
         trainable_only: bool = False,
     ) -> Saved | None:
-        """As ``ModelCheckpoints.restore``, also of a part of the model.
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+
+        With an optimizer or a loader it is a training that goes on: then no other job may write into the directory.
+        Whether it fits on every rank is checked before anything is changed. The number of ranks may be another one than
+        when it was saved: the loader goes on at the same sample of the same order, the schedule at the same sample of
+        its warmup, and the optimizer keeps the learning rates that it was made with. On as many ranks as before
+        everything continues bit for bit (on CPUs), random numbers included.
 
         Args:
             model: compiled, in a DistributedDataParallel, or neither, whatever it was when it was saved.
-            optimizer, loader, schedule, which: see there.
+            optimizer: takes over its whole state; None restores the model alone.
+            loader: from ``shard``, over the same data in the same order; goes on where it was.
+            schedule: from ``warmup``, or a list of such; needs the loader.
+            which: "latest" or "best" (the highest score).
             strict: False loads what has the same name and shape in both, and names the rest in ``Saved.missing`` and
                 ``Saved.unexpected``; without optimizer, whose state belongs to all parameters.
             trainable_only: load only what ``save(trainable_only=True)`` would save of this model, and leave the rest.
+        Returns:
+            Where it was, its step, metadata and extra, and which newer ones were skipped and why.
         Raises:
-            CheckpointError: as there, and where types differ: a model in bfloat16 does not take float32.
-            InvalidArgumentError: as there, and ``strict=False`` with an optimizer.
+            CheckpointError: checkpoints exist but none is valid, it belongs to another model, optimizer or data, types
+                differ (a model in bfloat16 does not take float32), or another job writes into the directory.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or ``strict=False``
+                with an optimizer.
+            AgreementError: it does not fit on another rank.
         """
         if not strict and optimizer is not None:
             raise InvalidArgumentError(

@@ -22,6 +22,7 @@ release = importlib.metadata.version("hvdkit")
 copyright = "the authors of hvdkit; Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
+smartquotes = False  # makes a dash of the -- of options in titles
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["dark.css"]

@@ -217,7 +217,9 @@ def _draw(axes: Any, rows: Sequence[PredictionRow]) -> None:
         label="interval",
     )
     axes.plot(ranks, [one.value for _, one in known], marker="o", label="predicted")
-    axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
+    axes.set(xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(number) for number in ranks])
     axes.legend()
 
 

@@ -421,3 +421,12 @@ def removed(
                 yield from (keyword for keyword in event.node.keywords if keyword.arg in words)
             elif not case.asks_version(event):
                 yield event
+
+
+def called_lists(case: Case) -> Iterator[Event]:
+    """``optimizer.variables()``, which Keras 2 let scripts call, and which is a list in Keras 3."""
+    for event in () if case.asks_for_keras_2 else case.events:
+        if method(event.node) == "variables" and not arguments(event.node):
+            made = case.calls(receiver(event.node), through=True)
+            if any(case.name(call).startswith("keras.optimizers.") for call in made):
+                yield event

@@ -202,6 +202,13 @@ RULES = (
         in_keras_2=True,
     ),
     _removed(r"\.(fit|evaluate|predict)_generator$", "call fit, evaluate or predict, which take such data, too"),
+    Rule(
+        "removed",
+        "`{}` is called, and is a list in Keras 3",
+        "it raises an error",
+        "write optimizer.variables, without the call",
+        find.called_lists,
+    ),
     _removed(
         r"keras\.preprocessing\.image\.ImageDataGenerator$",
         "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "

@@ -38,3 +38,4 @@ model.fit_generator(  # finds: removed
     epochs=24,
     verbose=hvd.rank() == 0,
 )
+print(len(opt.variables()))  # finds: removed

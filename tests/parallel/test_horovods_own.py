@@ -1,5 +1,7 @@
 """Horovod's own API in the build of hvdkit, without hvdkit: what its patches mend. Imports are within, on the ranks."""
 
+import urllib.error
+import urllib.request
 import warnings
 from typing import Any
 
@@ -224,3 +226,25 @@ def test_horovodrun_knows_open_mpi_5_and_mpich(tmp_path, version, implementation
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     _, found, name = mpi_run._get_mpi_implementation_flags(False, environ)
     assert (name, found) == (implementation, binding)
+
+
+def test_the_store_of_gloo_forgets_a_group_when_its_ranks_have_met():
+    """Else a second ``init`` finds addresses of the first; the order is that of two ranks of which one is slow."""
+    http_server = pytest.importorskip("horovod.runner.http.http_server")
+    from horovod.runner.common.util import hosts
+
+    server = http_server.RendezvousServer(0)
+    port = server.start()
+    server.init(hosts.get_host_assignments(hosts.parse_hosts("here:2"), 2))
+
+    def send(method, key):
+        body = b"address" if method == "PUT" else None
+        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/{key}", body, method=method)).close()
+
+    for rank in (0, 1):
+        send("PUT", f"local_here/{rank}")
+    for met in ("local_here/1", "cross_1/1", "local_here/0"):
+        send("DELETE", met)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        send("GET", "local_here/0")
+    server.stop()

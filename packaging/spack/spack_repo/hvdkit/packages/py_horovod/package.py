@@ -86,6 +86,7 @@ class PyHorovod(PythonPackage):
         ("38-horovodrun-open-mpi-5", ""),
         ("39-horovodrun-mpich", ""),
         ("40-tensorflow-barrier", "frameworks=tensorflow"),
+        ("41-gloo-init-again", ""),
     ):
         patch(f"../../../../../../hvdkit/prepare/install/patches/{name}.patch", when=condition or None)
 

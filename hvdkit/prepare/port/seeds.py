@@ -73,7 +73,8 @@ def of_each_rank(plan: PortPlan, first: ast.stmt) -> None:
         return
     seed = seeds[0].node
     why = "every rank draws the same numbers from this seed, in augmentation and dropout, too"
-    write = f"{plan.hk}.seed_everything(seed, {plan.world}), once the data are there and before the first step"
+    place = f"once the data are there and before {plan.hk}.broadcast_state"
+    write = f"{plan.hk}.seed_everything(seed, {plan.world}), {place}"
     if not own:  # where Keras' layers take the rank's own numbers only if they are asked to in time
         if any(_LAYERS.fullmatch(name) for name in case.used):
             plan.leave(seed, why, write)

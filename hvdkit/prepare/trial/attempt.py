@@ -32,6 +32,10 @@ _HIDES = 0.1
 """Rounding that is this part of the way moved would hide a mistake."""
 _SHORT = "the steps move the weights by little more than rounding; give a larger learning rate, or more --try-steps"
 
+_GROWS = (
+    "the first steps are near, so it may be rounding, which grows from step to step, by Adam and its like the faster. "
+    "Rounding alone is near with --try-steps 3, at a smaller rate, or in float64 (torch.set_default_dtype)."
+)
 _SPARSE = (
     "Keras' own steps of embeddings. Its Adam and the like square each row of a token by itself, hvdkit their sum, "
     "as for a dense gradient; the script took dense ones here"
@@ -169,6 +173,8 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
         found.verdict = f"Nothing was compared on 2 ranks: {_SHORT}."
     elif not equal:
         found.verdict = "Differs: 2 ranks do not take the steps of one process on both ranks' batches."
+        if "from step 1 on" not in said:
+            found.lines.append(_GROWS)
     return bool(equal)
 
 
@@ -247,7 +253,7 @@ def _compare(ours: TrialRecording, theirs: TrialRecording) -> tuple[str, bool | 
         return f"{told}, too short to tell from rounding, beside those of", None
     beyond = next((at for at, one in enumerate(apart, 1) if one is not None and not one <= _NEAR), None)
     how = f"{max(clear):.1e} of the way moved apart from" if any(clear) else "but for rounding"
-    far = "" if beyond is None else f", from step {beyond} on too far"
+    far = "" if beyond is None else f", from step {beyond} on too far (more than {_NEAR:g})"
     return f"{told}{far}, {how} those of", beyond is None
 
 

@@ -83,6 +83,20 @@ def test_equal_weights_are_equal(monkeypatch, ported):
     assert "2 ranks agree bit for bit" in found.lines[2] and "0.2" in found.lines[2]
 
 
+def test_rounding_is_told_by_the_same_batches_with_halves_that_change_places(monkeypatch, ported):
+    given = {}
+
+    def recorded(self, what, name, ranks, *, batches="", dropout=True):
+        if batches in ("union", "exchanged"):
+            made = trials.read(self.directory / batches, 0)
+            given[batches] = [made.arrays[event["batch"]["arrays"][0]].tolist() for event in made.events]
+        return [apart_in_the_end(rank, 2) for rank in (0, 1)] if ranks == 2 else [recording()]
+
+    monkeypatch.setattr(trial._Runs, "run", recorded)
+    trial.attempt(ported, (), 3, 10.0)
+    assert given == {"union": [[0, 1], [2, 3], [4, 5]], "exchanged": [[1, 0], [3, 2], [5, 4]]}
+
+
 @pytest.mark.parametrize(
     ("runs", "ok", "verdict", "line"),
     [

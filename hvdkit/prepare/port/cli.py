@@ -26,7 +26,7 @@ from hvdkit.prepare.port.run import Ported
 @click.option(
     "--try-steps", type=click.IntRange(1, 1000), default=5, show_default=True, metavar="N", help="Steps of --try."
 )
-@time_limit(600.0, "Time limit of each of the four runs of --try.", "--try-timeout", most=None)
+@time_limit(600.0, "Time limit of each run of --try.", "--try-timeout", most=None)
 def port(
     script: str,
     arguments: tuple[str, ...],

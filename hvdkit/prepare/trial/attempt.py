@@ -29,7 +29,7 @@ _NEAR = 1e-3
 _NOISE = 1e-5
 """Of the largest gradient. What is smaller may be rounding alone, which Adam and its like turn into whole steps."""
 _MORE = 10
-"""So many times as far as one process comes apart from itself by rounding may 2 ranks come apart from it."""
+"""So many times as far as one process is apart from itself by rounding after a step may 2 ranks be apart from it."""
 _HIDES = 0.1
 """Rounding that is this part of the way moved would hide a mistake."""
 _SHORT = "the steps move the weights by little more than rounding; give a larger learning rate, or more --try-steps"
@@ -88,7 +88,7 @@ def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: f
         scripts: the script, and the ported one.
         arguments: the script's own.
         steps: of optimizers, > 0.
-        timeout_s: seconds for each of the four runs.
+        timeout_s: seconds for each run.
     """
     if scripts.after == scripts.before:
         return ComparedTrial(verdict="Nothing was tried: nothing is ported.")
@@ -165,13 +165,14 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
     given.write(runs.directory / "union", 0)
     (theirs,) = runs.run("one process on the batches of 2 ranks", "theirs-2", 0, batches="union", dropout=False)
     said, equal = _compare(ranks[0], theirs)
-    own = 0.0 if equal is not False else _rounding_alone(runs, ranks, theirs)
-    if _NEAR < _MORE * own < _HIDES:
-        said, equal = _compare(ranks[0], theirs, _MORE * own)
+    own = [] if equal is not False else _rounding_alone(runs, ranks, theirs)
+    if own:
+        said, equal = _compare(ranks[0], theirs, own)
     off = ", without dropout, whose masks each rank draws" if "dropout" in ranks[0].notes else ""
     found.lines.append(f"{agreed}: {said} one process on both ranks' batches, which has the same learning rate{off}.")
-    if own:
-        found.lines.append(f"one process is {own:.1e} apart from itself when the halves of each batch change places.")
+    if any(own):
+        itself = f"{max(own):.1e} apart from itself when the halves of each batch change places"
+        found.lines.append(f"one process is {itself}.")
     if equal is None:
         found.verdict = f"Nothing was compared on 2 ranks: {_SHORT}."
     elif not equal:
@@ -179,13 +180,14 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
     return bool(equal)
 
 
-def _rounding_alone(runs: _Runs, ranks: list[TrialRecording], theirs: TrialRecording) -> float:
-    """How far one process comes apart from itself by the order in which the samples of a batch are added up."""
+def _rounding_alone(runs: _Runs, ranks: list[TrialRecording], theirs: TrialRecording) -> list[float]:
+    """How far one process is apart from itself, after each step, by the order in which a batch's samples add up."""
     trial.union(ranks[::-1])[0].write(runs.directory / "exchanged", 0)
     what = "one process on the batches of 2 ranks, whose halves changed places"
     (again,) = runs.run(what, "theirs-3", 0, batches="exchanged", dropout=False)
-    pairs = range(min(len(again.steps), len(theirs.steps)))
-    return max((one for at in pairs if (one := _distance(again, theirs, at)) is not None), default=0.0)
+    if len(again.steps) != len(theirs.steps):
+        return []
+    return [_distance(again, theirs, at) or 0.0 for at in range(len(theirs.steps))]
 
 
 # An epoch's samples ---------------------------------------------------------------------------------------------------
@@ -247,8 +249,12 @@ def _rows(recording: TrialRecording, columns: Sequence[str]) -> list[bytes]:
 # What was recorded ----------------------------------------------------------------------------------------------------
 
 
-def _compare(ours: TrialRecording, theirs: TrialRecording, near: float = _NEAR) -> tuple[str, bool | None]:
-    """How many steps are how near, the beginning of a sentence; and whether all are near enough, None: not told."""
+def _compare(ours: TrialRecording, theirs: TrialRecording, own: Sequence[float] = ()) -> tuple[str, bool | None]:
+    """How many steps are how near, the beginning of a sentence; and whether all are near enough, None: not told.
+
+    Args:
+        own: how far one process is apart from itself by rounding, after each step, where that is known.
+    """
     pairs = list(zip(ours.steps, theirs.steps, strict=False))
     told = _steps([mine for mine, _ in pairs])
     if len(ours.steps) != len(theirs.steps):
@@ -261,10 +267,12 @@ def _compare(ours: TrialRecording, theirs: TrialRecording, near: float = _NEAR) 
     clear = [one for one in apart if one is not None]
     if not clear:
         return f"{told}, too short to tell from rounding, beside those of", None
-    beyond = next((at for at, one in enumerate(apart, 1) if one is not None and not one <= near), None)
+    wider = [_MORE * one for one in own or [0.0] * len(apart)]
+    limits = [one if _NEAR < one < _HIDES else _NEAR for one in wider]
+    far_at = next((at for at, one in enumerate(apart) if one is not None and not one <= limits[at]), None)
     how = f"{max(clear):.1e} of the way moved apart from" if any(clear) else "but for rounding"
-    far = "" if beyond is None else f", from step {beyond} on too far (more than {near:.1g})"
-    return f"{told}{far}, {how} those of", beyond is None
+    far = "" if far_at is None else f", from step {far_at + 1} on too far (more than {limits[far_at]:.1g})"
+    return f"{told}{far}, {how} those of", far_at is None
 
 
 def _steps(steps: Sequence[dict[str, Any]]) -> str:

@@ -309,6 +309,21 @@ def _move(block, statement, before):
     block.insert(block.index(before), statement)
 
 
+@mistake("seeded-too-late", "seed_everything goes below broadcast_state")
+def late_seed(text):
+    for call in text.calls("seed_everything"):
+        seed = text.statement(call)
+        block = text.block(seed)
+        sent = [one for one in block[block.index(seed) :] if ast.unparse(one).startswith("hk.broadcast_state(")]
+        if sent and text.is_statement(call):
+            yield lambda block=block, seed=seed, sent=sent[-1]: _move_below(block, seed, sent)
+
+
+def _move_below(block, statement, other):
+    block.remove(statement)
+    block.insert(block.index(other) + 1, statement)
+
+
 @mistake("checkpoint-on-every-rank", "the condition on the rank around the save becomes True")
 def unguarded_save(text):
     for node in text.nodes:

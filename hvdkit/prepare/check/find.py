@@ -30,6 +30,8 @@ _NUMBER_ARGUMENTS = {
 _IN_STEP = "horovod.torch."
 """Whose optimizer averages gradients in ``step``, and not before."""
 _ARITHMETIC = re.compile(r"builtins\.(int|min|max|round)|math\.(ceil|floor)|numpy\.ceil")
+_SEEDS = re.compile(r"hvdkit\.(torch|tensorflow|keras)\.seed_everything")
+_MOVES = re.compile(r"hvdkit\.(torch|tensorflow|keras)\.broadcast_state")
 _CLIPS = re.compile(r"(torch|timm)\..*clip_grad")
 
 
@@ -340,6 +342,13 @@ def early_broadcasts(case: JudgedCase) -> Iterator[Event]:
         before_it_exists = any(case.lookup(name.id, case.scope(name)) is case.scope(name) for name in names)
         if event.reached and (before_it_exists or _has_no_slots(case, event) or _is_loaded_later(case, event)):
             yield event
+
+
+def late_seeds(case: JudgedCase) -> Iterator[Event]:
+    """``seed_everything`` below the last ``broadcast_state``, which moves each rank to numbers of its own."""
+    called = [(case.name(event.node), event) for event in case.events if event.reached]
+    sent = [event.order for name, event in called if _MOVES.fullmatch(name)]
+    yield from (event for name, event in called if sent and _SEEDS.fullmatch(name) and event.order > max(sent))
 
 
 def _has_no_slots(case: JudgedCase, event: Event) -> bool:

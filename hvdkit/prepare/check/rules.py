@@ -238,6 +238,13 @@ RULES = (
         find.early_broadcasts,
     ),
     Rule(
+        "seeded-too-late",
+        "`{}` comes after the last broadcast_state, which gives each rank random numbers of its own",
+        "every rank draws the same numbers in dropout, augmentation and noise",
+        "move it above broadcast_state",
+        find.late_seeds,
+    ),
+    Rule(
         "checkpoint-on-every-rank",
         "every rank writes this file",
         "processes that write one file at the same time leave a damaged one",

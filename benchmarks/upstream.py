@@ -34,6 +34,7 @@ LEFT_OUT = re.compile("mxnet|spark|ray|buildkite|test_stall|tensorflow_keras.py$
 
 GONE = {
     "test_torch.py": [(r"subclass != torch.optim.SparseAdam", "subclass.__name__ not in ('SparseAdam', 'Muon')")],
+    "test_tensorflow_process_sets.py": [(r"= np.linalg.norm\((expected - grad_out)\)", r"= float(np.linalg.norm(\1))")],
     "keras 3": [
         (r"\blr=", "learning_rate="),
         (r"optimizer\.lr\b", "optimizer.learning_rate"),
@@ -54,7 +55,10 @@ GONE = {
         ),
     ],
 }
-"""By file, regular expressions for what newer frameworks do not take (Muon is an optimizer of matrices alone)."""
+"""By file, regular expressions for what newer frameworks do not take.
+
+Muon is an optimizer of matrices alone; NumPy 2 compares a float16 with 1e-8 in float16, where 1e-8 is 0.
+"""
 
 ALONE = ("single", "integration")
 LAUNCHERS = {

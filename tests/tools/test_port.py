@@ -705,6 +705,15 @@ def test_a_step_that_the_text_leaves_open_is_said_and_not_called_done(
     assert "Nothing is left" not in said and "is not certain: see the notes." in said
 
 
+def test_what_is_another_training_or_done_by_every_rank_is_said() -> None:
+    loop = HEAD + LOOP
+    validated = loop + "for (x,) in DataLoader(data, batch_size=2):\n    print(model(x))\n"
+    assert [note.split(":")[0] for note in ported(loop).notes] == ["each rank takes batches of the script's size"]
+    assert "every rank evaluates on all validation data" in ported(validated).notes[1]
+    again = ported(ported(loop).after)
+    assert "an earlier port" in again.notes[0] and not again.sure and not again.left
+
+
 def test_exit_status_and_misuse(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text(HEAD + LOOP.replace("for epoch", "device = 'cuda:0'\nfor epoch"))
     assert cli.run(["port", str(script), "--diff"]) == 1

@@ -23,6 +23,8 @@ _KERAS_RATES = {"SGD": "0.01", **dict.fromkeys(
 """Keras 3's learning rates where none is given."""
 _BY_NAME = {name.lower(): name for name in _KERAS_RATES}
 _FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle")
+_HELD_OUT = {"split": 6, "data": 7}
+"""By their places among ``fit``'s arguments."""
 _TAPE = "tensorflow.GradientTape"
 _SLICES = "tensorflow.data.Dataset.from_tensor_slices"
 _ARRAYS = ("numpy.", "keras.datasets.", "keras.utils.to_categorical", "keras.utils.pad_sequences", "tensorflow.cast",
@@ -47,6 +49,18 @@ def port(plan: PortPlan) -> None:
         keras_2.port(plan)
     plan.each(_download, [*find.downloads(case), *(event for event in case.events if _fetches(plan, event))])
     on_root.port(plan)
+    _tell(plan)
+
+
+def _tell(plan: PortPlan) -> None:
+    """What is another training than the script's, and what every rank still does alone."""
+    if any("scale_lr" in str(what) for _, _, what in plan.edits.asked):
+        twice = "on 2 ranks the global batch and the learning rate are twice the script's"
+        plan.notes.append(f"each rank takes batches of the script's size: {twice} (docs/same_result.md keeps both)")
+    case = plan.case
+    given = [argument(fit.node, f"validation_{what}", place) for fit in case.fits for what, place in _HELD_OUT.items()]
+    if any(given) or case.evaluation_loops or case.evaluations:
+        plan.notes.append("every rank evaluates on all validation data, as before; docs/quickstart.md divides them")
 
 
 def _start(plan: PortPlan, first: Event) -> None:

@@ -45,7 +45,7 @@ class Ported:
         binding: hvdkit's module for it.
         left: what stays, by line of the ported script.
         notes: what else to know.
-        sure: the ported script shows for each of steps 4 to 8 whether it is done.
+        sure: the ported script shows for each of steps 4 to 8 whether it is done, and no earlier port left anything.
     """
 
     before: ScriptText
@@ -105,13 +105,15 @@ def port(text: ScriptText) -> Ported:
             plan.notes.append(f"step {number} is not certain: {verdict.note}")
     kept = {(finding.line, finding.why): finding for finding in left}
     return Ported(text, after.content, library, plan.binding, tuple(sorted(kept.values(), key=lambda one: one.line)),
-                  tuple(plan.notes), sure=not doubts)  # fmt: skip
+                  tuple(plan.notes), sure=not doubts and library != "hvdkit")  # fmt: skip
 
 
 def _planned(text: ScriptText) -> tuple[PortPlan, ScriptText]:
     """What is changed, and the script with it."""
     plan = PortPlan(text)
     library = plan.case.library
+    if library == "hvdkit":
+        plan.notes.append("it uses hvdkit already; what an earlier port left to write by hand is not listed again")
     if library not in _FROM or plan.case.of_tensorflow_1:  # those are in the findings
         return plan, text
     try:

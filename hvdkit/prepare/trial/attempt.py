@@ -110,8 +110,8 @@ def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
         return False
     (theirs,) = runs.run("the script itself", "theirs-1", 0, batches="ours-1")
     said, equal = _compare(ours, theirs)
-    own = "" if theirs.same is not False else ", which was given the same batches: it draws another order"
-    found.lines.append(f"1 rank: {said} the script itself{own}.")
+    order = " The script was given the same batches: by itself it draws another order." if theirs.same is False else ""
+    found.lines.append(f"1 rank and the script itself: {said}.{order}")
     if "sparse" in theirs.notes:
         found.lines.append(f"not compared: {_SPARSE}.")
     if equal is None:
@@ -155,11 +155,11 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
         why = "each step draws random numbers, others on each rank"
     if "BatchNorm" in ranks[0].notes:
         why = "BatchNorm takes the statistics of each rank's own samples; sync_batch_norm takes those of all"
-    agreed = "2 ranks agree bit for bit"
     what = f"{_OWN}, and 2 ranks those of one process on both ranks' batches"
     found.verdict = f"Equal where that is defined: {what}." if unknown else f"Equal: {what}."
     if why:
-        found.lines += [f"{agreed}: {_steps(ranks[0].steps)}.", f"not compared: 2 ranks with one process: {why}."]
+        found.lines.append(f"2 ranks with each other: {_steps(ranks[0].steps)}, equal bit for bit.")
+        found.lines.append(f"not compared: 2 ranks with one process: {why}.")
         found.verdict = f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
         return True
     given.write(runs.directory / "union", 0)
@@ -168,11 +168,12 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
     own = [] if equal is not False else _rounding_alone(runs, ranks, theirs)
     if own:
         said, equal = _compare(ranks[0], theirs, own)
-    off = ", without dropout, whose masks each rank draws" if "dropout" in ranks[0].notes else ""
-    found.lines.append(f"{agreed}: {said} one process on both ranks' batches, which has the same learning rate{off}.")
+    off = " Dropout was off, whose masks each rank draws." if "dropout" in ranks[0].notes else ""
+    found.lines.append("2 ranks with each other: equal bit for bit.")
+    found.lines.append(f"2 ranks and one process on both ranks' batches: {said}.{off}")
     if any(own):
-        itself = f"{max(own):.1e} apart from itself when the halves of each batch change places"
-        found.lines.append(f"one process is {itself}.")
+        change = "when the halves of each batch change places"
+        found.lines.append(f"one process comes {max(own):.1e} apart from itself by rounding, {change}.")
     if equal is None:
         found.verdict = f"Nothing was compared on 2 ranks: {_SHORT}."
     elif not equal:
@@ -250,7 +251,7 @@ def _rows(recording: TrialRecording, columns: Sequence[str]) -> list[bytes]:
 
 
 def _compare(ours: TrialRecording, theirs: TrialRecording, own: Sequence[float] = ()) -> tuple[str, bool | None]:
-    """How many steps are how near, the beginning of a sentence; and whether all are near enough, None: not told.
+    """How many steps are how near, and whether all are near enough, None: not told.
 
     Args:
         own: how far one process is apart from itself by rounding, after each step, where that is known.
@@ -258,21 +259,21 @@ def _compare(ours: TrialRecording, theirs: TrialRecording, own: Sequence[float] 
     pairs = list(zip(ours.steps, theirs.steps, strict=False))
     told = _steps([mine for mine, _ in pairs])
     if len(ours.steps) != len(theirs.steps):
-        return f"{len(ours.steps)} steps, where {len(theirs.steps)} are those of", False
+        return f"{len(ours.steps)} and {len(theirs.steps)} steps", False
     if all(a["start"] == a["digest"] == b["digest"] for a, b in pairs):
-        return f"{told} that move nothing, as those of", None
+        return f"{told}, which move nothing", None
     if all((a["start"], a["digest"]) == (b["start"], b["digest"]) for a, b in pairs):
-        return f"{told}, bit for bit those of", True
+        return f"{told}, equal bit for bit", True
     apart = [_distance(ours, theirs, at) for at in range(len(pairs))]
     clear = [one for one in apart if one is not None]
     if not clear:
-        return f"{told}, too short to tell from rounding, beside those of", None
+        return f"{told}, too short to tell from rounding", None
     wider = [_MORE * one for one in own or [0.0] * len(apart)]
     limits = [one if _NEAR < one < _HIDES else _NEAR for one in wider]
     far_at = next((at for at, one in enumerate(apart) if one is not None and not one <= limits[at]), None)
-    how = f"{max(clear):.1e} of the way moved apart from" if any(clear) else "but for rounding"
-    far = "" if far_at is None else f", from step {far_at + 1} on too far (more than {limits[far_at]:.1g})"
-    return f"{told}{far}, {how} those of", far_at is None
+    how = f"{max(clear):.1e} of the way moved apart" if any(clear) else "equal but for rounding"
+    far = "" if far_at is None else f", too far (more than {limits[far_at]:.1g}) from step {far_at + 1} on"
+    return f"{told}, {how}{far}", far_at is None
 
 
 def _steps(steps: Sequence[dict[str, Any]]) -> str:

@@ -705,6 +705,35 @@ def test_a_step_that_the_text_leaves_open_is_said_and_not_called_done(
     assert "Nothing is left" not in said and "is not certain: see the notes." in said
 
 
+@pytest.mark.parametrize(
+    ("seed", "order", "expected"),
+    [
+        ("args.seed", "shuffle=True", "seed=args.seed"),
+        ("args.seed", "shuffle=False", ""),
+        ("1", "shuffle=True", ""),
+    ],
+)
+def test_the_seed_that_a_user_sets_orders_the_samples(seed: str, order: str, expected: str) -> None:
+    start = f"import argparse\nargs = argparse.ArgumentParser().parse_args()\ntorch.manual_seed({seed})\n"
+    loop = LOOP.replace("batch_size=2", f"batch_size=2, {order}")
+    made = "hk.shard(data, world, batch_size=2, " + ", ".join(filter(None, [order, expected])) + ")\n"
+    assert made in after(HEAD + start + loop)
+    above = loop.replace("for epoch", f"torch.manual_seed({seed})\nfor epoch")
+    assert ", seed=" not in after(HEAD + start.replace(f"torch.manual_seed({seed})\n", "") + above)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"), [("set_seed(SEED)", "SEED"), ("set_seed()", "7"), ("set_seed(seed=SEED + 1)", "SEED + 1")]
+)
+def test_a_seed_that_a_function_of_the_script_sets_is_known(call: str, expected: str) -> None:
+    helper = "import random\nSEED = 3\ndef set_seed(seed=7):\n    random.seed(seed)\n    torch.manual_seed(seed)\n"
+    made = after(HEAD + helper + call + "\n" + LOOP)
+    assert f"hk.seed_everything({expected}, world)\nhk.broadcast_state(" in made
+    unknown = helper.replace("    random", "    seed += len(locals())\n    random")
+    found = ported(HEAD + unknown + call + "\n" + LOOP)
+    assert b"seed_everything" not in found.after and "seed_everything(seed, world)" in found.left[0].write
+
+
 def test_what_is_another_training_or_done_by_every_rank_is_said() -> None:
     loop = HEAD + LOOP
     validated = loop + "for (x,) in DataLoader(data, batch_size=2):\n    print(model(x))\n"

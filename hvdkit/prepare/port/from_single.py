@@ -247,6 +247,8 @@ def _loader(plan: PortPlan, event: Event) -> None:
             plan.add(call, "1", "batch_size")
         if not shuffles and not ordered:
             plan.add(call, "False", "shuffle")
+        if shuffles and not ordered and not is_constant(argument(call, "shuffle", 2), False):
+            seeds.order(plan, event)
     elif not shuffles:
         plan.change(stars[0].value, f'{{"shuffle": False, **{starred(stars[0].value)}}}')
     _whole_lengths(plan, call, given)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from hvdkit.prepare.check.calls import argument, method
+from hvdkit.prepare.check.calls import argument, default_of, given_for, method
+from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.plan import PortPlan
 
@@ -81,14 +82,41 @@ def of_each_rank(plan: PortPlan, first: ast.stmt) -> None:
         return
     inside = [one for one in case.events if {first} & {*case.ancestors(one.node), *map(case.statement, one.stack)}]
     begun = min((one.order for one in inside), default=0)
-    given = argument(seed, "seed", 0)
-    used = [one.id for one in ast.walk(given or seed) if isinstance(one, ast.Name)]
-    here, there = case.scope(seed), case.scope(first)
-    always = all(one.wraps or "__name__" in ast.unparse(one.test) for one in seeds[0].guards)
-    plain = always and all(case.lookup(one, here) is case.lookup(one, there) for one in used)
+    given = _known_at(plan, seeds[0], first)
     later = [one for one in case.events if one.order > begun and one.reached]
     moved = [one for one in later if one in seeds or case.name(one.node).endswith(_LATER)]
-    if given is None or not plain or moved or method(seed) == "seed_everything":
+    if given is None or moved or method(seed) == "seed_everything":
         plan.leave(seed, why, write)
         return
     plan.edit("before", first, f"{plan.hk}.seed_everything({plan.src(given)}, {plan.use_world(first)})")
+
+
+def order(plan: PortPlan, loader: Event) -> None:
+    """Give ``shard`` the seed that the script's user can set; its own stays where the script has a fixed one."""
+    seeds = [one for one in plan.case.events if plan.case.name(one.node) == _SEEDS["torch"] and one.reached]
+    set_before = len(seeds) == 1 and seeds[0].order < loader.order
+    given = _known_at(plan, seeds[0], loader.node) if set_before else None
+    if given is not None and not isinstance(given, ast.Constant):
+        plan.add(loader.node, plan.src(given), "seed")
+
+
+def _known_at(plan: PortPlan, seed: Event, node: ast.AST) -> ast.expr | None:
+    """What a call seeds with, where that is the same at a node and the call always happens; else None."""
+    case, given = plan.case, _given(plan.case, seed)
+    if given is None or not all(one.wraps or "__name__" in ast.unparse(one.test) for one in seed.guards):
+        return None
+    used = [one.id for one in ast.walk(given) if isinstance(one, ast.Name)]
+    here, there = case.scope(given), case.scope(node)
+    return given if all(case.lookup(one, here) is case.lookup(one, there) for one in used) else None
+
+
+def _given(case: JudgedCase, seed: Event) -> ast.expr | None:
+    """What a call seeds with: in ``set_seed(seed)`` of the script's own what that was called with."""
+    given, function = argument(seed.node, "seed", 0), case.function(seed.node)
+    bound = [one.node for one in case.reaching(given)] if isinstance(given, ast.Name) else []
+    match bound:
+        case [ast.arg() as parameter] if function is not None and seed.stack:
+            values: list[ast.expr | None] = [*given_for(function, parameter, seed.stack[-1])]
+            values = values or [default_of(function, parameter)]
+            return values[0] if len(values) == 1 else None
+    return given

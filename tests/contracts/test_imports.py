@@ -179,6 +179,14 @@ def test_import_hvdkit_needs_the_standard_library_only():
     assert loaded_by("import hvdkit") - loaded_by("") - set(sys.stdlib_module_names) <= {"hvdkit"}
 
 
+def test_a_folder_of_that_name_beside_the_script_hides_nothing(tmp_path):
+    """A clone, for instance: an editable installation by a finder came after it."""
+    (tmp_path / "hvdkit" / "docs").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("import hvdkit\nprint(hvdkit.__file__)\n")
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.endswith("hvdkit/__init__.py\n"), done.stdout + done.stderr
+
+
 HELP_OF_EACH = """
 import json, os, sys
 from hvdkit import cli

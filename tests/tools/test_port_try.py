@@ -122,7 +122,7 @@ def test_rounding_is_told_by_the_same_batches_with_halves_that_change_places(mon
         ({"ours-2": [replace(recording(rank, 2), events=[]) for rank in (0, 1)]}, True, "where that is defined",
          "no loader"),
         ({"theirs-1": [replace(recording(), notes=["sparse"])]}, True, "Equal:", "Keras' own steps of emb"),
-        ({"ours-2": [replace(recording(rank, 2), notes=["dropout"]) for rank in (0, 1)]}, True, "Equal:", "Dropout was"),
+        ({"ours-2": [replace(recording(rank, 2), notes=["dropout"]) for rank in (0, 1)]}, True, "Equal:", "Dropout "),
     ],
 )  # fmt: skip
 def test_each_difference_has_its_verdict(monkeypatch, ported, runs, ok, verdict, line):

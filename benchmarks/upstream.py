@@ -132,7 +132,7 @@ def prepare(directory, tests, keras, thirds):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(shims)]
     subprocess.run([*pip, *fetched], check=True)
     sys.path.append(str(shims))
-    found = os.pathsep.join([str(shims), str(Path(__file__).parent)])
+    found = os.pathsep.join([str(shims), str(Path(__file__).parent), str(directory / "test" / "utils")])
     legacy = {"TF_USE_LEGACY_KERAS": "1"} if keras == "2" else {}
     quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return {**os.environ, **ROOT, **quiet, **legacy, "PYTHONPATH": found}

@@ -1,5 +1,6 @@
 """Train the example CNNs in one process and in two, and show the results in one table: what `make demo` runs."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 PROCESSES = 2
 EXAMPLES = {"PyTorch": HERE / "pytorch", "TensorFlow": HERE / "tensorflow", "Keras": HERE / "keras"}
+PACKAGES = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras"}
 RESULTS = {
     "images/s": re.compile(r"Training: ([\d.]+) images/s"),
     "accuracy": re.compile(r"Test accuracy: ([\d.]+) %"),
@@ -51,7 +53,8 @@ def main() -> None:
     for processes in ("1 process", f"{PROCESSES} processes"):
         for result in ("accuracy", "time", "images/s"):
             table.add_column(f"{processes}\n{result}", justify="right")
-    for framework, folder in EXAMPLES.items():
+    here = {name: folder for name, folder in EXAMPLES.items() if importlib.util.find_spec(PACKAGES[name])}
+    for framework, folder in here.items():
         row = [framework]
         for processes, script in ((1, folder / "single.py"), (PROCESSES, folder / "cnn.py")):
             launch = "" if processes == 1 else f"hvdkit launch -n {processes} -- "

@@ -121,7 +121,8 @@ def main():
 def prepare(directory, tests, keras, thirds):
     """Copy the tests, and fetch what they import; the environment of their jobs."""
     shutil.copytree(tests, directory / "test")
-    for path in (directory / "test" / "parallel").glob("*.py"):
+    copied = [path for folder in ("parallel", "integration") for path in (directory / "test" / folder).rglob("*.py")]
+    for path in copied:
         text = path.read_text()
         newer = GONE["keras 3"] if keras == "3" and "keras" in text else []
         for old, new in [*GONE.get(path.name, []), *newer, *thirds]:

@@ -141,6 +141,10 @@ def test_the_next_command_that_is_named_can_be_pasted(machine, capsys):
     assert "`hvdkit bench show 'a $(b).json' --plot scaling.svg`" in capsys.readouterr().err
 
 
+def test_the_results_that_the_documentation_draws_can_be_read():
+    assert cli.run(["bench", "show", str(Path(__file__).parents[2] / "docs/data/scaling.json")]) == 0
+
+
 def test_what_is_written_can_be_read(machine):
     machine.fails, machine.interrupt_at = (1,), 4
     assert run_bench("--repeats", "3", ranks="1,2") == 130

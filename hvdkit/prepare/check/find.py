@@ -348,6 +348,8 @@ def late_seeds(case: JudgedCase) -> Iterator[Event]:
     """``seed_everything`` below the last ``broadcast_state``, which moves each rank to numbers of its own."""
     called = [(case.name(event.node), event) for event in case.events if event.reached]
     sent = [event.order for name, event in called if _MOVES.fullmatch(name)]
+    if any(name.endswith(".BroadcastState") for name, _ in called):
+        return  # which moves them when ``fit`` begins
     yield from (event for name, event in called if sent and _SEEDS.fullmatch(name) and event.order > max(sent))
 
 

@@ -53,8 +53,10 @@ def main() -> None:
     for processes in ("1 process", f"{PROCESSES} processes"):
         for result in ("accuracy", "time", "images/s"):
             table.add_column(f"{processes}\n{result}", justify="right")
-    here = {name: folder for name, folder in EXAMPLES.items() if importlib.util.find_spec(PACKAGES[name])}
-    for framework, folder in here.items():
+    for framework, folder in EXAMPLES.items():
+        found_at = importlib.util.find_spec(PACKAGES[framework])
+        if found_at is None or found_at.origin is None:  # at most the folder of that name beside this script
+            continue
         row = [framework]
         for processes, script in ((1, folder / "single.py"), (PROCESSES, folder / "cnn.py")):
             launch = "" if processes == 1 else f"hvdkit launch -n {processes} -- "

@@ -340,9 +340,13 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
     def _rates(self, optimizer: Any) -> list[float]:
         """An optimizer's learning rates, those that can be set."""
 
+    def _built_rates(self, optimizer: Any) -> list[Any]:
+        """What ``_set_rates`` takes: the rates of an optimizer before a checkpoint's come."""
+        return self._rates(optimizer)
+
     @abstractmethod
-    def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
-        """Set what ``_rates`` returned."""
+    def _set_rates(self, optimizer: Any, rates: list[Any]) -> None:
+        """Set what ``_built_rates`` returned, where the checkpoint is that of another number of ranks."""
 
     def _optimizers(self, model: Any, optimizer: Any) -> Any:  # noqa: ARG002
         """What the caller's ``optimizer`` stands for, in the terms of all other methods; None for none."""
@@ -441,14 +445,14 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         self, model: Any, optimizer: Any, loader: Any, schedule: Any, which: str, **options: Any
     ) -> Saved | None:
         optimizer = self._optimizers(model, optimizer)
-        rates = [] if optimizer is None else self._rates(optimizer)  # those for this number of ranks
+        built = [] if optimizer is None else self._built_rates(optimizer)  # those for this number of ranks
         saved, states = self._load(model, optimizer, which, loader, schedule, **options)
         if saved is None:
             return None
         if self._is_started():
             self._broadcast(model, optimizer)
         if optimizer is not None and not self._has_this_size(saved):
-            self._set_rates(optimizer, rates)
+            self._set_rates(optimizer, built)
         self._go_on_in_data(saved, loader)
         for one in several(schedule):
             one.go_to(loader.position.steps(loader.share))

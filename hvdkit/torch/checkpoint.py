@@ -184,8 +184,18 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
     def _rates(self, optimizer: Any) -> list[float]:
         return [float(group["lr"]) for group in optimizer.param_groups]
 
-    def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    def _built_rates(self, optimizer: Any) -> list[tuple[float, float | None]]:
+        """Of each group the rate, and the one that a scheduler of PyTorch began with, None without a scheduler."""
+        groups = optimizer.param_groups
+        return list(zip(self._rates(optimizer), [group.get("initial_lr") for group in groups], strict=True))
+
+    def _set_rates(self, optimizer: Any, rates: list[tuple[float, float | None]]) -> None:
+        """The rates that were built; a scheduler's are where they were, as a part of the one that it began with."""
+        for group, (rate, initial) in zip(optimizer.param_groups, rates, strict=True):
+            began = group.get("initial_lr")
+            if initial is not None and began:
+                rate = float(group["lr"]) / float(began) * float(initial)
+                group["initial_lr"] = initial
             set_rate(group, rate)
 
     def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any, *more: Any) -> Saved | None:

@@ -171,6 +171,35 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
     assert len(list(run.loader)) == STEPS - 4
 
 
+@on_ranks("torch")
+@pytest.mark.parametrize("rate", [0.2, 0.4])
+def test_a_scheduler_goes_on_at_its_part_of_the_rate_on_another_number_of_ranks(hk, world, everyone, tmp_path, rate):
+    import torch
+
+    def built(rate):
+        model = torch.nn.Linear(2, 1)
+        optimizer = hk.distribute(torch.optim.SGD(model.parameters(), rate), model)
+        hk.broadcast_state(model, optimizer)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    model, optimizer, schedule = built(0.2)
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+    saved = hk.Checkpoints(tmp_path / "run").save(model, optimizer, step=4)
+    everyone("saved")
+    if world.is_root:
+        manifest = saved.path / "manifest.json"
+        written = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({**written, "metadata": {**written["metadata"], "size": 3}}))
+    everyone("of three ranks")
+    model, again, _ = built(rate)
+    hk.Checkpoints(tmp_path / "run").restore(model, again)
+    (group,) = again.param_groups
+    assert group["lr"] == pytest.approx(optimizer.param_groups[0]["lr"] * rate / 0.2, rel=1e-12)
+    assert group["initial_lr"] == rate
+
+
 @on_ranks("torch", "tensorflow", "keras")
 def test_a_pass_without_a_step_is_no_epoch(hk, on, world, tmp_path):
     """Looks, train accuracy and a search for a learning rate, also where the training goes on in mid-epoch."""

@@ -51,6 +51,11 @@ SENTENCES = {
         "Where a batch touches much of the embedding, reduce it as a dense tensor (sparse_as_dense=True), or look up "
         "fewer rows.",
     ),
+    "batch_norm": (
+        "BatchNorm takes its statistics from all ranks (sync_batch_norm), {each}.",
+        "Leave sync_batch_norm out where the batch of each rank is large enough for them, or use GroupNorm, which needs "
+        "none.",
+    ),
     "metrics": (
         "Numbers are averaged one by one, {each}, after the gradients.",
         "Average metrics less often (hk.average_metrics at the end of an epoch), or all of them as one tensor.",

@@ -56,11 +56,11 @@ def _tell(plan: PortPlan) -> None:
     """What is another training than the script's, and what every rank still does alone."""
     if any("scale_lr" in str(what) for _, _, what in plan.edits.asked):
         twice = "on 2 ranks the global batch and the learning rate are twice the script's"
-        plan.notes.append(f"each rank takes batches of the script's size: {twice} (docs/same_result.md keeps both)")
+        plan.note(f"each rank takes batches of the script's size: {twice} (docs/same_result.md keeps both)")
     case = plan.case
     given = [argument(fit.node, f"validation_{what}", place) for fit in case.fits for what, place in _HELD_OUT.items()]
     if any(given) or case.evaluation_loops or case.evaluations:
-        plan.notes.append("every rank evaluates on all validation data, as before; docs/quickstart.md divides them")
+        plan.note("every rank evaluates on all validation data, as before; docs/quickstart.md divides them")
 
 
 def _start(plan: PortPlan, first: Event) -> None:
@@ -240,6 +240,9 @@ def _loader(plan: PortPlan, event: Event) -> None:
         keyword for keyword in call.keywords if keyword.arg == "drop_last" or (keyword.arg == "sampler" and not ordered)
     ]
     plan.drop(call, drops)
+    if not any(keyword.arg == "drop_last" and is_constant(keyword.value, True) for keyword in call.keywords):
+        part = "a last partial batch, which the script would train on, is left out, and len(loader) does not count it"
+        plan.note(f"{part}: remainder='exact' keeps it (docs/same_result.md)")
     plan.add(call, plan.use_world(call), place=1)
     shuffles = len(call.args) == 3 or "shuffle" in names
     if not stars:

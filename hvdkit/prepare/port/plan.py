@@ -174,6 +174,11 @@ class PortPlan:
         """List what stays."""
         self.left.append(Unsure(node, why, write).left)
 
+    def note(self, text: str) -> None:
+        """Tell the owner something, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     # The topology ---------------------------------------------------------------------------------------------------
 
     def starting(self, prefix: str) -> ast.stmt:

@@ -21,7 +21,7 @@ from hvdkit.read.timeline.measures import covered, union
 from hvdkit.read.timeline.model import SHARED
 from hvdkit.read.timeline.results import TimelineSummary
 
-KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "shard_state", "sparse"})
+KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "shard_state", "sparse", "batch_norm"})
 """What is told here."""
 _LEAST_STEPS = 10
 _LEAST = 0.07
@@ -68,7 +68,7 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
         evidence = f"{place.name}: {seen}"
         found.append(Cause(kind, factor * lost / 1e6, factor * lost / step / whole, what, evidence, advice))
 
-    # Sparse gradients, which are gathered, and numbers that are averaged one by one after the gradients: each moment
+    # Sparse gradients, which are gathered, statistics of BatchNorm, and numbers that are averaged one by one after the gradients: each moment
     # after the last rank was ready is on account of the operation that ends next.
     order = np.flatnonzero(rows)[np.argsort(columns.end[rows], kind="stable")]
     at = np.clip(np.searchsorted(begun, columns.begin[order], side="right") - 1, 0, count - 1)
@@ -77,11 +77,13 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
     gathered = np.array([tensor.kind == "ALLGATHER" and not tensor.role for tensor in columns.tensors])[
         columns.tensor[order]
     ]
+    norms = np.array(["hvdkit.batch_norm." in tensor.name for tensor in columns.tensors])[columns.tensor[order]]
     words = np.array([tensor.name.endswith(".word") for tensor in columns.tensors])[columns.tensor[order]]
-    numbers = ~gathered & ~words & (columns.bytes[order] <= NUMBER_BYTES) & (columns.begin[order] >= ready[at])
+    numbers = ~gathered & ~norms & ~words & (columns.bytes[order] <= NUMBER_BYTES) & (columns.begin[order] >= ready[at])
     numbers &= columns.begin[order] >= before  # one after the other: gradients are announced together
     left = 1.0
-    for kind, chosen in (("sparse", gathered), ("metrics", numbers), ("shard_state", shared[order])):
+    kinds = {"sparse": gathered & ~norms, "batch_norm": norms, "metrics": numbers, "shard_state": shared[order]}
+    for kind, chosen in kinds.items():
         lost = float(spent[chosen].sum()) / count
         if lost < _LEAST * step or (kind == "metrics" and anew):
             continue

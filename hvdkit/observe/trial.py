@@ -65,8 +65,8 @@ class TrialRecording:
         events: what its loaders gave, in order: {"batch": its form and its arrays}, {"unknown": type}, or
             {"end": True}.
         steps: of each optimizer step: "digest" and "start" of the optimizer's weights, after it and before its first,
-            as digests of all their bits; its "rate", None where that is no number; "finite"; "drew": random numbers
-            were drawn between the batch and the step; "optimizer", a number.
+            as digests of all their bits; its "rate", None where that is no number, and the script's "own rate"; "finite";
+            "drew": random numbers were drawn between the batch and the step; "optimizer", a number.
         notes: what keeps ranks from being one process, by name.
         epochs: of each loader that it trains on, in its first epoch: the number of "rows" in all, in the largest
             "batch" and in the "last" one; "why": why they are not all known, or "".
@@ -259,6 +259,7 @@ class Trial:
         self.made = TrialRecording()
         self._weights: dict[int, int] = {}
         self._states: Any = None
+        self._own_rate: float | None = None
         self._drew = False
         self._epochs: dict[int, _Epoch] = {}  # by the loader's iterator
         self._past: list[_Epoch] = []
@@ -373,8 +374,9 @@ class Trial:
                 epoch.why = f"reading on ended with {type(error).__name__}"
             epoch.ended = len(self.made.steps)
 
-    def rate(self) -> float | None:
-        """The learning rate of the next step, where another's is to be used."""
+    def rate(self, own: float) -> float | None:
+        """The learning rate of the next step, where another's is to be used; ``own`` is the script's."""
+        self._own_rate = own
         at = len(self.made.steps)
         return self._given.steps[at]["rate"] if self._given and at < len(self._given.steps) else None
 
@@ -397,7 +399,7 @@ class Trial:
             return
         self.made.arrays[f"w{len(self.made.steps)}"] = part
         self.made.steps.append({
-            "digest": digest_of_all, "start": self._start, "rate": rate, "drew": self._drew,
+            "digest": digest_of_all, "start": self._start, "rate": rate, "own rate": self._own_rate, "drew": self._drew,
             "finite": bool(np.isfinite(part).all()), "optimizer": self._weights[id(optimizer)],
         })  # fmt: skip
         if len(self.made.steps) >= self._wanted.steps:

@@ -35,17 +35,22 @@ def torch_optimizers(module: ModuleType) -> None:
     def parameters(optimizer: Any) -> list[Any]:
         return [one for group in optimizer.param_groups for one in group["params"]]
 
+    own: list[Any] = []  # the script's rates, which its scheduler goes on from
+
     def begin(optimizer: Any) -> None:
         trial = current()
-        rate = trial.rate()
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] if rate is None else rate
+        own[:] = [group["lr"] for group in optimizer.param_groups]
+        rate = trial.rate(float(own[0]))
+        for group in optimizer.param_groups if rate is not None else ():
+            group["lr"] = group["lr"] * (rate / float(own[0])) if float(own[0]) else rate
         found = parameters(optimizer)
         weights = [_values(one) for one in found]
         trial.begin(optimizer, weights, _gradients([one.grad for one in found], weights))
 
     def end(optimizer: Any) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
+        for group, before in zip(optimizer.param_groups, own, strict=True):
+            group["lr"] = before
         current().end(optimizer, [_values(one) for one in parameters(optimizer)], rate)
 
     step_marks.around_torch_steps(module, begin, end)
@@ -157,8 +162,9 @@ def keras_optimizers(module: ModuleType) -> None:
             trial = current()
             variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
             weights = [_values(one) for one in variables]
-            rate = trial.rate()
-            if rate is not None and hasattr(self._learning_rate, "assign"):  # no schedule
+            own = float(_values(self.learning_rate))
+            rate = trial.rate(own) if hasattr(self._learning_rate, "assign") else None  # no schedule
+            if rate is not None:
                 self.learning_rate = rate
             if any(hasattr(one, "dense_shape") for one in grads):
                 import tensorflow as tf
@@ -168,7 +174,10 @@ def keras_optimizers(module: ModuleType) -> None:
                 grads = [tf.convert_to_tensor(one) if hasattr(one, "dense_shape") else one for one in grads]
             trial.begin(self, weights, _gradients(grads, weights))
             done = original(self, grads, trainable_variables)
-            trial.end(self, [_values(one) for one in variables], float(_values(self.learning_rate)))
+            used = float(_values(self.learning_rate))
+            if rate is not None:
+                self.learning_rate = own
+            trial.end(self, [_values(one) for one in variables], used)
         finally:
             under_way.clear()
         return done

@@ -53,8 +53,7 @@ SENTENCES = {
     ),
     "batch_norm": (
         "BatchNorm takes its statistics from all ranks (sync_batch_norm), {each}.",
-        "Leave sync_batch_norm out where the batch of each rank is large enough for them, or use GroupNorm, which needs "
-        "none.",
+        "Leave sync_batch_norm out where the batch of each rank is large enough, or use GroupNorm, which needs none.",
     ),
     "metrics": (
         "Numbers are averaged one by one, {each}, after the gradients.",

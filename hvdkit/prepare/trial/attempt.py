@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -112,6 +113,13 @@ def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
     said, equal = _compare(ours, theirs)
     order = " The script was given the same batches: by itself it draws another order." if theirs.same is False else ""
     found.lines.append(f"1 rank and the script itself: {said}.{order}")
+    left = sum(one["rows"] for one in theirs.epochs) - sum(one["rows"] for one in ours.epochs)
+    if left > 0:
+        found.lines.append(f"1 rank: an epoch leaves out {left} of the script's samples, which fill no step.")
+    other = _other_rates(ours, theirs)
+    if other:
+        since = ", since its schedule counts these samples, too" if left > 0 else ""
+        found.lines.append(f"without the port's rates the script has a {other}{since}.")
     if "sparse" in theirs.notes:
         found.lines.append(f"not compared: {_SPARSE}.")
     if equal is None:
@@ -120,7 +128,12 @@ def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
         found.verdict = "Differs: on 1 rank the ported script does not take the script's own steps."
         if theirs.steps and ours.steps[0]["start"] != theirs.steps[0]["start"]:
             found.verdict = "Nothing was compared: the script begins with other weights in each run. Let it set a seed."
-    return bool(equal) and _two_ranks(runs, found, theirs, ours)
+    elif other and left <= 0:
+        found.verdict, equal = "Differs: on 1 rank the learning rate is not the script's own.", False
+    equal = bool(equal) and _two_ranks(runs, found, theirs, ours)
+    if other and equal:
+        found.verdict = found.verdict.replace("Equal", "Equal but for the learning rate", 1)
+    return equal
 
 
 def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: TrialRecording) -> bool:
@@ -277,9 +290,20 @@ def _compare(ours: TrialRecording, theirs: TrialRecording, own: Sequence[float] 
 
 
 def _steps(steps: Sequence[dict[str, Any]]) -> str:
-    rates = [step["rate"] for step in steps]
+    return f"{count_text(len(steps), 'step')} at a {_span([step['rate'] for step in steps])}"
+
+
+def _span(rates: Sequence[float]) -> str:
     span = dict.fromkeys(f"{one:g}" for one in (min(rates, default=0.0), max(rates, default=0.0)))
-    return f"{count_text(len(steps), 'step')} at a learning rate of {' to '.join(span)}"
+    return f"learning rate of {' to '.join(span)}"
+
+
+def _other_rates(ours: TrialRecording, theirs: TrialRecording) -> str:
+    """The learning rate that the script had itself, before it was given that of the ported one; "" where it is that."""
+    pairs = [(mine["rate"], other["own rate"]) for mine, other in zip(ours.steps, theirs.steps, strict=False)]
+    pairs = [pair for pair in pairs if None not in pair]
+    alike = all(math.isclose(mine, own, rel_tol=1e-6, abs_tol=1e-12) for mine, own in pairs)
+    return "" if alike else _span([own for _, own in pairs])
 
 
 def _distance(ours: TrialRecording, theirs: TrialRecording, at: int) -> float | None:

@@ -68,8 +68,8 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
         evidence = f"{place.name}: {seen}"
         found.append(Cause(kind, factor * lost / 1e6, factor * lost / step / whole, what, evidence, advice))
 
-    # Sparse gradients, which are gathered, statistics of BatchNorm, and numbers that are averaged one by one after the gradients: each moment
-    # after the last rank was ready is on account of the operation that ends next.
+    # Sparse gradients, which are gathered, statistics of BatchNorm, and numbers that are averaged one by one after the
+    # gradients: each moment after the last rank was ready is on account of the operation that ends next.
     order = np.flatnonzero(rows)[np.argsort(columns.end[rows], kind="stable")]
     at = np.clip(np.searchsorted(begun, columns.begin[order], side="right") - 1, 0, count - 1)
     before = np.concatenate([[-np.inf], columns.end[order][:-1]])

@@ -65,8 +65,8 @@ class TrialRecording:
         events: what its loaders gave, in order: {"batch": its form and its arrays}, {"unknown": type}, or
             {"end": True}.
         steps: of each optimizer step: "digest" and "start" of the optimizer's weights, after it and before its first,
-            as digests of all their bits; its "rate", None where that is no number, and the script's "own rate"; "finite";
-            "drew": random numbers were drawn between the batch and the step; "optimizer", a number.
+            as digests of all their bits; its "rate", None where that is no number, and the script's "own rate";
+            "finite"; "drew": random numbers were drawn between the batch and the step; "optimizer", a number.
         notes: what keeps ranks from being one process, by name.
         epochs: of each loader that it trains on, in its first epoch: the number of "rows" in all, in the largest
             "batch" and in the "last" one; "why": why they are not all known, or "".

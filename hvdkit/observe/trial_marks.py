@@ -41,8 +41,9 @@ def torch_optimizers(module: ModuleType) -> None:
         trial = current()
         own[:] = [group["lr"] for group in optimizer.param_groups]
         rate = trial.rate(float(own[0]))
-        for group in optimizer.param_groups if rate is not None else ():
-            group["lr"] = group["lr"] * (rate / float(own[0])) if float(own[0]) else rate
+        if rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * (rate / float(own[0])) if float(own[0]) else rate
         found = parameters(optimizer)
         weights = [_values(one) for one in found]
         trial.begin(optimizer, weights, _gradients([one.grad for one in found], weights))

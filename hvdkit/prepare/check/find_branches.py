@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from hvdkit.prepare.check.calls import method
 from hvdkit.prepare.check.flow import remembered
 from hvdkit.prepare.check.libraries import RANKS, TOGETHER, Role
 from hvdkit.prepare.check.steps import JudgedCase
+from hvdkit.prepare.check.trace import Event
 
 _GROUPS = {"process_set", "group", "process_group"}
 _ROOT = "root"
@@ -66,12 +68,20 @@ def _is_rank(case: JudgedCase, node: ast.AST) -> bool:
     return bool(values) and all(_is_rank(case, value) for value in values)
 
 
+def _backwards(case: JudgedCase) -> list[Event]:
+    """Backward passes in which a distributed optimizer or model averages gradients."""
+    distributed = min((event.order for event in case.having(Role.DISTRIBUTE)), default=None)
+    if distributed is None:
+        return []
+    return [event for event in case.steps if method(event.node) == "backward" and event.order > distributed]
+
+
 def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:
     """What is called, on the branch itself, of collectives that some ranks never reach."""
     sides: dict[str, set[str]] = {}
     found = []
     callbacks = (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.CHECKPOINT_CALLBACK)
-    for event in case.having(*TOGETHER, *callbacks):
+    for event in [*case.having(*TOGETHER, *callbacks), *_backwards(case)]:
         certain = [guard for guard in event.guards if guard.certain and not guard.wraps]
         taken = next(((who, guard) for guard in certain if (who := _takers(case, guard.test, guard.holds))), None)
         if taken is not None and not any(keyword.arg in _GROUPS for keyword in event.node.keywords):

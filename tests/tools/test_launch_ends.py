@@ -14,7 +14,7 @@ import pytest
 
 from hvdkit.jobs.launch import supervise, wire
 from hvdkit.jobs.launch.model import LaunchPlan
-from hvdkit.jobs.launch.outcome import first_failure
+from hvdkit.jobs.launch.outcome import cause, first_failure
 from hvdkit.jobs.launch.peer import Peer, Signals
 from hvdkit.jobs.launch.shown import JobOutput
 from hvdkit.steps import secret
@@ -81,7 +81,7 @@ def test_a_rank_whose_worker_was_killed_is_the_cause_though_it_learns_that_from_
         rank.errors.feed(b"HorovodInternalError: Horovod has been shut down\n")
         it.job._on_rank_end(rank, 1, False, rank.pid, False, 0)
     failure = first_failure(it.job._ends)
-    assert failure.rank == 1 and "had been killed by SIGKILL" in it.job._worker_of(failure)
+    assert failure.rank == 1 and "had been killed by SIGKILL" in cause(failure, it.ranks[1].killed_workers)
 
 
 def test_a_peer_that_has_not_said_who_it_is_is_hung_up_and_no_process_group_is_killed(watched):

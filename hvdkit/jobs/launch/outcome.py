@@ -107,3 +107,17 @@ def killed_after_grace(ends: Iterable[RankEnd], grace_s: float) -> str:
     """The ranks that were told to end and had to be killed, for the end of a sentence; "" where there are none."""
     killed = sorted(end.rank for end in ends if end.told and end.status == -signal.SIGKILL)
     return f", {name_ranks(killed)} by SIGKILL (--grace allows more than {grace_s:g} s)" if killed else ""
+
+
+def cause(failure: RankEnd, workers: Iterable[tuple[int, int]]) -> str:
+    """What killed a rank, or the process of its own that it had lost, for a sentence's end; "" for neither.
+
+    Args:
+        workers: of this rank, those that were killed: process id and signal, in the order in which they were.
+    """
+    if failure.status == -signal.SIGKILL:
+        return failure.memory
+    for pid, number in workers:
+        memory = failure.memory if number == signal.SIGKILL else ""
+        return f" after its worker (pid {pid}) had been killed by {signal_name(number)}{memory}"
+    return ""

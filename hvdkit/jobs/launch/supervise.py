@@ -29,7 +29,7 @@ from hvdkit.jobs.launch import processes, reach, wire
 from hvdkit.jobs.launch.facts import why_no_rank_starts
 from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.mpirun import SESSIONS
-from hvdkit.jobs.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early
+from hvdkit.jobs.launch.outcome import JobEnd, RankEnd, cause, first_failure, killed_after_grace, left_early
 from hvdkit.jobs.launch.peer import RECEIVE_BYTES, Peer, Signals, listener, watched_signals
 from hvdkit.jobs.launch.shown import STDERR, STDOUT, JobOutput, Write
 from hvdkit.jobs.launch.stall import DUMP_S, Stall, StallReports, write_stacks
@@ -557,8 +557,8 @@ class _Job:
             self._shown.say(f"{early} {missed}; the job was ended.")
             return 1
         if failure is not None:
-            killed = failure.memory if failure.status == -signal.SIGKILL else self._worker_of(failure)
-            self._shown.say(f"{failure}{killed}; the job was ended.")
+            workers = [one for peer in self._ranks if peer.rank == failure.rank for one in peer.killed_workers]
+            self._shown.say(f"{failure}{cause(failure, workers)}; the job was ended.")
             return failure.exit_status
         if status == 0 and not lost_daemon:
             if not self._ranks:  # nobody sees to them, and the launcher passes their output on
@@ -586,13 +586,6 @@ class _Job:
             return "it could not end all processes"
         known = not self._plan.elsewhere or len({end.rank for end in self._ends}) == self._plan.n
         return "every process was ended" if known else "the job was ended"
-
-    def _worker_of(self, failure: RankEnd) -> str:
-        """What to add to the end of a rank that had lost a process of its own."""
-        for pid, number in (one for peer in self._ranks if peer.rank == failure.rank for one in peer.killed_workers):
-            cause = failure.memory if number == signal.SIGKILL else ""
-            return f" after its worker (pid {pid}) had been killed by {signal_name(number)}{cause}"
-        return ""
 
     def _conclude_stall(self, stall: Stall) -> int:
         stacks = {peer.rank: bytes(peer.stacks) for peer in self._ranks if peer.rank is not None}

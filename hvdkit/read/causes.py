@@ -51,7 +51,7 @@ SENTENCES = {
         "Where a batch touches much of the embedding, reduce it as a dense tensor (sparse_as_dense=True), or look up "
         "fewer rows.",
     ),
-    "batch_norm": (
+    "sync_batch_norm": (
         "BatchNorm takes its statistics from all ranks (sync_batch_norm), {each}.",
         "Leave sync_batch_norm out where the batch of each rank is large enough, or use GroupNorm, which needs none.",
     ),

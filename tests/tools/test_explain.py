@@ -547,7 +547,7 @@ def test_packed_gradients_are_neither_sparse_nor_metrics(tmp_path):
     path = reduced_after(job, path, "ALLGATHER", 33, 0.01, 4)
     path.write_text(path.read_text().replace('"other"', '"allgather.hvdkit.batch_norm.0"'))
     (first,) = explain([tmp_path]).causes
-    assert first.kind == "batch_norm" and "(sync_batch_norm), 4 times per step" in first.what
+    assert first.kind == "sync_batch_norm" and "(sync_batch_norm), 4 times per step" in first.what
     path = reduced_after(job, path, "BROADCAST", 1 << 18, 0.01)
     path.write_text(path.read_text().replace('"other"', '"broadcast.hvdkit.shard_state.0.0"'))
     assert [one.kind for one in explain([tmp_path]).causes] == ["shard_state"]

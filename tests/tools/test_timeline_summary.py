@@ -184,6 +184,7 @@ def packed_steps(count=10):
             writer.events[-1].pop("args")  # Horovod writes none of an alltoall
             writer.exchange((f"allgather.{name}.0.mean",), now + 350, kind="ALLGATHER", elements=65_000, wire=200)
         writer.exchange(("broadcast.hvdkit.shard_state.0.0",), start + 4000, kind="BROADCAST", elements=500, wire=100)
+        writer.exchange(("allgather.hvdkit.batch_norm.0",), start + 4500, kind="ALLGATHER", elements=33, wire=50)
         if step % 5 == 4:
             writer.exchange(("allreduce.hvdkit.outer.0",), start + 5000, elements=1 << 20, wire=700)
     return writer
@@ -205,6 +206,7 @@ def test_packed_gradients_are_what_a_step_reduces_and_outer_steps_are_not(tmp_pa
     assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^shard_state +weights in 10 broadcasts", text, re.M)
+    assert re.search(r"^sync_batch_norm +statistics in 10 allgathers", text, re.M)
     assert re.search(r"^packed +gradients in 20 alltoalls and 20 allgathers, 5.20 MB in all, 6.00 ms", text, re.M)
     assert re.search(r"^outer step +weights in 2 allreduces, 8.39 MB in all, 1.40 ms", text, re.M)
     assert " alltoall " not in text and text.count(" packed gradients ") == 4

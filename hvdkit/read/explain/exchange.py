@@ -18,10 +18,10 @@ from hvdkit.read.causes import SENTENCES, Cause, many_small
 from hvdkit.read.timeline.causes import outside_cache
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import covered, union
-from hvdkit.read.timeline.model import SHARED
+from hvdkit.read.timeline.model import NORMS, SHARED
 from hvdkit.read.timeline.results import TimelineSummary
 
-KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "shard_state", "sparse", "batch_norm"})
+KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "shard_state", "sparse", NORMS})
 """What is told here."""
 _LEAST_STEPS = 10
 _LEAST = 0.07
@@ -77,12 +77,12 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
     gathered = np.array([tensor.kind == "ALLGATHER" and not tensor.role for tensor in columns.tensors])[
         columns.tensor[order]
     ]
-    norms = np.array(["hvdkit.batch_norm." in tensor.name for tensor in columns.tensors])[columns.tensor[order]]
+    norms = np.array([tensor.role == NORMS for tensor in columns.tensors])[columns.tensor[order]]
     words = np.array([tensor.name.endswith(".word") for tensor in columns.tensors])[columns.tensor[order]]
     numbers = ~gathered & ~norms & ~words & (columns.bytes[order] <= NUMBER_BYTES) & (columns.begin[order] >= ready[at])
     numbers &= columns.begin[order] >= before  # one after the other: gradients are announced together
     left = 1.0
-    kinds = {"sparse": gathered & ~norms, "batch_norm": norms, "metrics": numbers, "shard_state": shared[order]}
+    kinds = {"sparse": gathered, NORMS: norms, "metrics": numbers, "shard_state": shared[order]}
     for kind, chosen in kinds.items():
         lost = float(spent[chosen].sum()) / count
         if lost < _LEAST * step or (kind == "metrics" and anew):

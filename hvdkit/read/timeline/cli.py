@@ -16,7 +16,7 @@ from hvdkit.errors import DataError
 from hvdkit.read.causes import verdict
 from hvdkit.read.timeline.causes import otherwise
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.model import GROUPS, OUTER, PACKED
+from hvdkit.read.timeline.model import GROUPS, NORMS, OUTER, PACKED
 from hvdkit.read.timeline.reader import read
 from hvdkit.read.timeline.results import NO_SKEW, Batches, Skew, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.summary import nothing_in, summarize
@@ -145,7 +145,9 @@ def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     lines += _batch_lines(summary.batches)
     for role, own in summary.roles.items():
         counted = " and ".join(f"{count} {kind}s" for kind, count in own.kinds.items())
-        label, _, what = role.partition(" ") if role == PACKED else (role, "", "weights")
+        label, _, what = (
+            role.partition(" ") if role == PACKED else (role, "", "statistics" if role == NORMS else "weights")
+        )
         took = f"{bytes_text(own.bytes)} in all, {duration_text(own.communication)} in collectives"
         lines.append((label, f"{what} in {counted}, {took}"))
     if summary.cycle is not None:

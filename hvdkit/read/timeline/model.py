@@ -17,15 +17,17 @@ COLLECTIVE_PREFIXES = ("MPI_", "NCCL_", "GLOO_", "CCL_", "DDL_")
 GROUPS = ("negotiate", "wait for data", "queue", "set up", "memcpy in", "collective", "memcpy out", "other")
 """Into what the phases of all operations and of all libraries are sorted, in the order in which they happen."""
 
-PACKED, OUTER, SHARED = "packed gradients", "outer step", "shard_state"
+PACKED, OUTER, SHARED, NORMS = "packed gradients", "outer step", "shard_state", "sync_batch_norm"
 
 
 def role_of(name: str, kind: str) -> str:
-    """What hvdkit sends under a name: ``PACKED`` (see ``core.compression``), ``OUTER``, ``SHARED`` (weights), or ""."""
+    """What hvdkit sends under a name: ``PACKED`` (see ``core.compression``), weights, statistics; "" for any other."""
     if "hvdkit.outer." in name:
         return OUTER
     if "hvdkit.shard_state." in name:
         return SHARED
+    if "hvdkit.batch_norm." in name:
+        return NORMS
     return PACKED if (kind, name.rpartition(".")[2]) in (("ALLTOALL", "parts"), ("ALLGATHER", "mean")) else ""
 
 

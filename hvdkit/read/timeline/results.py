@@ -24,7 +24,7 @@ class TensorSummary:
         count: how many operations.
         bytes: of one operation, the largest; None where the file does not say.
         phases: group of phases (model.GROUPS) to its distribution, "whole" from announcement to end.
-        role: "packed gradients", "outer step", "shard_state", or "" for any other.
+        role: "packed gradients", "outer step", "shard_state", "sync_batch_norm", or "" for any other.
     """
 
     tensor: str
@@ -173,8 +173,8 @@ class TimelineSummary(Document, frozen=True):
         communication: time in which at least one collective ran.
         setup: time in which NCCL was set up.
         steps, batches: of the training and its exchanges; None where there are none.
-        roles: by "packed gradients" (``compression="int8"``), "outer step" (``every=``) and "shard_state", where there
-            are any.
+        roles: by "packed gradients" (``compression="int8"``), "outer step" (``every=``), "shard_state" and
+            "sync_batch_norm", where there are any.
         tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.

@@ -19,7 +19,7 @@ from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.causes import causes
 from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect, exchanges
 from hvdkit.read.timeline.measures import distribution
-from hvdkit.read.timeline.model import GROUPS, OUTER, PACKED, SHARED
+from hvdkit.read.timeline.model import GROUPS, NORMS, OUTER, PACKED, SHARED
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import (
     NO_SKEW,
@@ -166,7 +166,7 @@ def _tensor(columns: TimelineColumns, rows: NDArray[np.intp], tensor: Tensor) ->
 def _roles(columns: TimelineColumns) -> dict[str, Role]:
     """What hvdkit's own collectives are for, those that are there."""
     found = {}
-    for role in (PACKED, OUTER, SHARED):
+    for role in (PACKED, OUTER, SHARED, NORMS):
         rows = np.isin(columns.tensor, [number for number, one in enumerate(columns.tensors) if one.role == role])
         if rows.any():
             kinds = Counter(columns.tensors[number].kind.lower() for number in columns.tensor[rows].tolist())

@@ -143,6 +143,15 @@ def test_what_is_loaded_after_a_broadcast_must_be_sent_again(again: str, expecte
     assert rules_of(training("pass").replace(once, sent)) == expected
 
 
+def test_a_process_set_may_go_backward_on_its_own_ranks() -> None:
+    text = (DATA / "correct" / "hvdkit_torch.py").read_text()
+    text = text.replace("        loss.backward()", "        if init().is_root:\n            loss.backward()")
+    assert rules_of(text) == ["collective-on-some-ranks"]
+    assert (
+        rules_of(text.replace("distribute(optimizer, model)", "distribute(optimizer, model, process_set=ours)")) == []
+    )
+
+
 def test_what_a_value_comes_from_is_met_in_one_order() -> None:
     """What a message names must not depend on where in memory a script's nodes are."""
     names = [f"value_{number}" for number in range(20)]

@@ -70,10 +70,11 @@ def _is_rank(case: JudgedCase, node: ast.AST) -> bool:
 
 def _backwards(case: JudgedCase) -> list[Event]:
     """Backward passes in which a distributed optimizer or model averages gradients."""
-    distributed = min((event.order for event in case.having(Role.DISTRIBUTE)), default=None)
-    if distributed is None:
+    made = case.having(Role.DISTRIBUTE)
+    if not made or any(keyword.arg in _GROUPS for event in made for keyword in event.node.keywords):
         return []
-    return [event for event in case.steps if method(event.node) == "backward" and event.order > distributed]
+    first = min(event.order for event in made)
+    return [event for event in case.steps if method(event.node) == "backward" and event.order > first]
 
 
 def on_some_ranks(case: JudgedCase) -> Iterator[ast.expr]:

@@ -65,7 +65,7 @@ class TrialRecording:
         events: what its loaders gave, in order: {"batch": its form and its arrays}, {"unknown": type}, or
             {"end": True}.
         steps: of each optimizer step: "digest" and "start" of the optimizer's weights, after it and before its first,
-            as digests of all their bits; its "rate", None where that is no number, and the script's "own rate";
+            as digests of all their bits; its "rate", and the script's "own rate" where it was given another's;
             "finite"; "drew": random numbers were drawn between the batch and the step; "optimizer", a number.
         notes: what keeps ranks from being one process, by name.
         epochs: of each loader that it trains on, in its first epoch: the number of "rows" in all, in the largest
@@ -259,7 +259,6 @@ class Trial:
         self.made = TrialRecording()
         self._weights: dict[int, int] = {}
         self._states: Any = None
-        self._own_rate: float | None = None
         self._drew = False
         self._epochs: dict[int, _Epoch] = {}  # by the loader's iterator
         self._past: list[_Epoch] = []
@@ -374,9 +373,8 @@ class Trial:
                 epoch.why = f"reading on ended with {type(error).__name__}"
             epoch.ended = len(self.made.steps)
 
-    def rate(self, own: float) -> float | None:
-        """The learning rate of the next step, where another's is to be used; ``own`` is the script's."""
-        self._own_rate = own
+    def rate(self) -> float | None:
+        """The learning rate of the next step, where another's is to be used."""
         at = len(self.made.steps)
         return self._given.steps[at]["rate"] if self._given and at < len(self._given.steps) else None
 
@@ -389,7 +387,7 @@ class Trial:
         self.made.arrays[f"g{len(self.made.steps)}"] = _part(gradients)
         self._drew |= self._states is not None and self._states != _random_states()
 
-    def end(self, optimizer: object, weights: Sequence[Array], rate: float | None) -> None:
+    def end(self, optimizer: object, weights: Sequence[Array], rate: float, own_rate: float | None = None) -> None:
         """It has ended; after the last one that is wanted the script ends.
 
         One without gradients that moves nothing is none: Horovod's ``broadcast_optimizer_state`` makes slots by it.
@@ -398,8 +396,9 @@ class Trial:
         if digest_of_all == self._start and not self.made.arrays[f"g{len(self.made.steps)}"].any():
             return
         self.made.arrays[f"w{len(self.made.steps)}"] = part
+        own_rate = rate if own_rate is None else own_rate
         self.made.steps.append({
-            "digest": digest_of_all, "start": self._start, "rate": rate, "own rate": self._own_rate, "drew": self._drew,
+            "digest": digest_of_all, "start": self._start, "rate": rate, "own rate": own_rate, "drew": self._drew,
             "finite": bool(np.isfinite(part).all()), "optimizer": self._weights[id(optimizer)],
         })  # fmt: skip
         if len(self.made.steps) >= self._wanted.steps:

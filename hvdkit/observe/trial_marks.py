@@ -35,12 +35,12 @@ def torch_optimizers(module: ModuleType) -> None:
     def parameters(optimizer: Any) -> list[Any]:
         return [one for group in optimizer.param_groups for one in group["params"]]
 
-    own: list[Any] = []  # the script's rates, which its scheduler goes on from
+    own: list[Any] = []  # the script's rates, from which its scheduler goes on, where it is given others
 
     def begin(optimizer: Any) -> None:
         trial = current()
-        own[:] = [group["lr"] for group in optimizer.param_groups]
-        rate = trial.rate(float(own[0]))
+        rate = trial.rate()
+        own[:] = [] if rate is None else [group["lr"] for group in optimizer.param_groups]
         if rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * (rate / float(own[0])) if float(own[0]) else rate
@@ -50,9 +50,10 @@ def torch_optimizers(module: ModuleType) -> None:
 
     def end(optimizer: Any) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
-        for group, before in zip(optimizer.param_groups, own, strict=True):
+        for group, before in zip(optimizer.param_groups, own, strict=False):
             group["lr"] = before
-        current().end(optimizer, [_values(one) for one in parameters(optimizer)], rate)
+        weights = [_values(one) for one in parameters(optimizer)]
+        current().end(optimizer, weights, rate, float(own[0]) if own else None)
 
     step_marks.around_torch_steps(module, begin, end)
 
@@ -163,10 +164,9 @@ def keras_optimizers(module: ModuleType) -> None:
             trial = current()
             variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
             weights = [_values(one) for one in variables]
-            own = float(_values(self.learning_rate))
-            rate = trial.rate(own) if hasattr(self._learning_rate, "assign") else None  # no schedule
-            if rate is not None:
-                self.learning_rate = rate
+            own, rate = None, trial.rate()
+            if rate is not None and hasattr(self._learning_rate, "assign"):  # no schedule
+                own, self.learning_rate = float(_values(self.learning_rate)), rate
             if any(hasattr(one, "dense_shape") for one in grads):
                 import tensorflow as tf
 
@@ -176,9 +176,9 @@ def keras_optimizers(module: ModuleType) -> None:
             trial.begin(self, weights, _gradients(grads, weights))
             done = original(self, grads, trainable_variables)
             used = float(_values(self.learning_rate))
-            if rate is not None:
+            if own is not None:
                 self.learning_rate = own
-            trial.end(self, [_values(one) for one in variables], used)
+            trial.end(self, [_values(one) for one in variables], used, own)
         finally:
             under_way.clear()
         return done

@@ -74,7 +74,7 @@ def test_one_process_is_given_the_batches_of_all_ranks_together(tmp_path):
     np.testing.assert_array_equal(both["x"], np.concatenate([batch(0, 1)["x"], batch(10)["x"]]))
     np.testing.assert_array_equal(both["y"][0], [0, 0, 1])
     same(given.batch(drawn([batch(0)])), batch(50))  # all ranks had it: an evaluation
-    assert given.rate(0.3) == 0.1 and not trial.on_same_batches(ranks)
+    assert given.rate() == 0.1 and not trial.on_same_batches(ranks)
     alike = [recorded(tmp_path / "alike", [batch(1), batch(2)], rank=rank) for rank in (0, 1)]
     assert trial.on_same_batches(alike)
     constant = [recorded(tmp_path / "ones", [{"x": np.ones(3)}] * 2, rank=rank) for rank in (0, 1)]
@@ -105,7 +105,7 @@ def test_numbers_drawn_in_a_step_are_seen(tmp_path):
         one.batch(drawn([batch(0)]))
         draws()
         one.begin("sgd", [np.zeros(1)], [np.ones(1)])
-        one.end("sgd", [np.zeros(1)], None)
+        one.end("sgd", [np.zeros(1)], 0.1)
         assert one.made.steps[0]["drew"] is seen
 
 

@@ -211,6 +211,7 @@ def test_two_ranks_take_the_steps_that_the_script_takes_on_the_batches_of_both(h
     assert equal and ranks[0].steps[0]["rate"] == pytest.approx(2 * 0.05 if "keras" not in before.name else 0.02)
     wrong = dataclasses.replace(theirs, steps=theirs.steps[:1])
     assert trial._distance(ranks[1], wrong, 0) < 1e-4 and theirs.same is False
+    assert theirs.steps[-1]["own rate"] == pytest.approx(theirs.steps[-1]["rate"] / 2)
 
 
 @on_ranks("tensorflow", n=2)
@@ -243,3 +244,13 @@ def test_a_script_is_looked_into_as_it_is(tmp_path):
     assert [step["rate"] for step in seen.steps] == [0.05] * 3 and seen.notes == ["BatchNorm"]
     assert [list(event) for event in seen.events] == [["batch"]] * 3
     assert seen.arrays["b0"].shape == (16, 8) and not any(step["drew"] for step in seen.steps)
+
+
+@pytest.mark.parallel
+def test_a_learning_rate_on_one_rank_that_is_not_the_scripts_differs(tmp_path):
+    script = edits.read(str(DATA / "single_torch.py"))
+    once, twice = b"hk.scale_lr(args.lr, world)", b"hk.scale_lr(2 * args.lr, world)"
+    after = run.port(script).after
+    assert once in after
+    found = trial.attempt(trial.Scripts(script.path, script.content, after.replace(once, twice)), [], 3, 300.0)
+    assert found.verdict == "Differs: on 1 rank the learning rate is not the script's own." and not found.ok

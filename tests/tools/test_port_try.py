@@ -30,20 +30,19 @@ def ported(tmp_path):
 
 
 def recording(
-    rank=0, size=1, *, steps=3, scale=1.0, start=0.0, gradient=(1.0, 2.0), draws=False, samples=None, own=0.1
+    rank=0, size=1, *, steps=3, scale=1.0, start=0.0, gradient=(1.0, 2.0), draws=False, samples=None, own=None
 ):
     """Gradient descent on numbers, of which an epoch has 6 samples; ``scale`` is what is wrong with the gradient."""
     seen = Trial(WantedTrial("", 99), rank)
     weights = np.full(2, start)
     loader = iter([np.array([one]) for one in (range(rank, 6, size) if samples is None else samples)])
-    for _ in range(steps):
+    for step in range(steps):
         seen.batch(loader.__next__, loader)
         if draws:
             np.random.rand(700)
-        seen.rate(own)
         seen.begin("sgd", [weights], [np.array(gradient)])
         weights = weights - 0.1 * scale * np.array(gradient)
-        seen.end("sgd", [weights], 0.1 * size)
+        seen.end("sgd", [weights], 0.1 * size, own and own[step])
     seen._read_first_epochs()
     return seen.made
 
@@ -105,10 +104,14 @@ def test_rounding_is_told_by_the_same_batches_with_halves_that_change_places(mon
     [
         ({"ours-1": [recording(scale=1.01)]}, False, "Differs: on 1 rank", "1.0e-02 of the way moved apart"),
         ({"ours-1": [recording(start=1.0)]}, False, "begins with other weights", "from step 1 on"),
-        ({"theirs-1": [recording(own=0.2)]}, False, "Differs: on 1 rank the learning rate", "a learning rate of 0.2."),
-        ({"theirs-1": [recording(own=0.2, samples=range(7))]}, True, "Equal but for the learning rate: 1 rank",
+        ({"theirs-1": [recording(own=[0.2] * 3, samples=range(7))]}, False, "Differs: on 1 rank the learning rate",
+         "another from step 1 on."),
+        ({"theirs-1": [recording(own=[0.1, 0.09, 0.08])]}, False, "Differs: on 1 rank the learning rate",
+         "another from step 2 on."),
+        ({"theirs-1": [recording(own=[0.1, 0.09, 0.08], samples=range(7))]}, True,
+         "Equal but for the learning rate: 1 rank",
          "1 rank: an epoch leaves out 1 of the script's samples, which fill no step. "
-         "without the port's rates the script has a learning rate of 0.2, since its"),
+         "without the port's rates the script has a learning rate of 0.08 to 0.1, another from step 2 on."),
         ({"ours-1": [TrialRecording()]}, False, "no step of an optimizer", ""),
         ({"ours-1": [recording()], "theirs-1": [TrialRecording()]}, False, "Differs: on 1 rank", "3 and 0 steps"),
         ({"ours-2": [recording(0, 2), recording(1, 2, scale=2)]}, False, "hold different weights in step 1", ""),

@@ -116,10 +116,10 @@ def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
     left = sum(one["rows"] for one in theirs.epochs) - sum(one["rows"] for one in ours.epochs)
     if left > 0:
         found.lines.append(f"1 rank: an epoch leaves out {left} of the script's samples, which fill no step.")
-    other = _other_rates(ours, theirs)
-    if other:
-        since = ", since its schedule counts these samples, too" if left > 0 else ""
-        found.lines.append(f"without the port's rates the script has a {other}{since}.")
+    apart = _rates_apart(ours, theirs)
+    if apart is not None:
+        other = _span([step["own rate"] for step in theirs.steps])
+        found.lines.append(f"without the port's rates the script has a {other}, another from step {apart + 1} on.")
     if "sparse" in theirs.notes:
         found.lines.append(f"not compared: {_SPARSE}.")
     if equal is None:
@@ -128,10 +128,10 @@ def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
         found.verdict = "Differs: on 1 rank the ported script does not take the script's own steps."
         if theirs.steps and ours.steps[0]["start"] != theirs.steps[0]["start"]:
             found.verdict = "Nothing was compared: the script begins with other weights in each run. Let it set a seed."
-    elif other and left <= 0:
+    elif apart is not None and (not apart or left <= 0):
         found.verdict, equal = "Differs: on 1 rank the learning rate is not the script's own.", False
     equal = bool(equal) and _two_ranks(runs, found, theirs, ours)
-    if other and equal:
+    if apart is not None and equal:  # a schedule that counts the samples which are left out begins at the same rate
         found.verdict = found.verdict.replace("Equal", "Equal but for the learning rate", 1)
     return equal
 
@@ -298,12 +298,11 @@ def _span(rates: Sequence[float]) -> str:
     return f"learning rate of {' to '.join(span)}"
 
 
-def _other_rates(ours: TrialRecording, theirs: TrialRecording) -> str:
-    """The learning rate that the script had itself, before it was given that of the ported one; "" where it is that."""
+def _rates_apart(ours: TrialRecording, theirs: TrialRecording) -> int | None:
+    """The first step whose learning rate is not the one that the script itself had; None without one."""
     pairs = [(mine["rate"], other["own rate"]) for mine, other in zip(ours.steps, theirs.steps, strict=False)]
-    pairs = [pair for pair in pairs if None not in pair]
-    alike = all(math.isclose(mine, own, rel_tol=1e-6, abs_tol=1e-12) for mine, own in pairs)
-    return "" if alike else _span([own for _, own in pairs])
+    unlike = (at for at, pair in enumerate(pairs) if not math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-12))
+    return next(unlike, None)
 
 
 def _distance(ours: TrialRecording, theirs: TrialRecording, at: int) -> float | None:

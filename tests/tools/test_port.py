@@ -734,10 +734,22 @@ def test_a_seed_that_a_function_of_the_script_sets_is_known(call: str, expected:
     assert b"seed_everything" not in found.after and "seed_everything(seed, world)" in found.left[0].write
 
 
+def test_no_advice_puts_what_trains_under_is_root() -> None:
+    step = "def step(x, writer):\n    loss = model(x).sum()\n    loss.backward()\n    optimizer.step()\n    return x\n"
+    loop = LOOP.split("for epoch")[0] + step
+    each = "for epoch in range(2):\n    for (x,) in loader:\n        "
+    (left,) = ported(HEAD + WRITES + loop + "writer = SummaryWriter()\n" + each + "step(x, writer)\n").left
+    assert left.write.startswith(
+        "SummaryWriter(...) if world.is_root else None, and a test for None around what uses it"
+    )
+    (left,) = ported(HEAD + loop + each + "print(step(x, None))\n").left
+    assert left.write == "if world.is_root: around `print` alone, and not around the rest of the statement"
+
+
 def test_what_is_another_training_or_done_by_every_rank_is_said() -> None:
     loop = HEAD + LOOP
     validated = loop + "for (x,) in DataLoader(data, batch_size=2):\n    print(model(x))\n"
-    part, batch = ported(loop).notes
+    batch, part = ported(loop).notes
     assert part.startswith("a last partial batch") and batch.startswith("each rank takes batches of the script's size")
     assert "every rank evaluates on all validation data" in ported(validated).notes[2]
     assert len(ported(loop.replace("batch_size=2", "batch_size=2, drop_last=True")).notes) == 1

@@ -113,7 +113,7 @@ def _optimizer(plan: PortPlan, event: Event, models: dict[str, str]) -> None:
     target = model if model in models else next(name for name, inner in models.items() if inner == model)
     plan.distribute(home, event, target)
     if any("BatchNorm" in name and "Sync" not in name for name in plan.case.used):
-        plan.notes.append(
+        plan.note(
             "DDP gave every rank the root's BatchNorm statistics before each forward, now each keeps its own: "
             f"{plan.hk}.average_statistics(model) before evaluation, or {plan.hk}.sync_batch_norm(model)"
         )

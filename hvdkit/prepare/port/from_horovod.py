@@ -309,7 +309,7 @@ def _rate(plan: PortPlan, call: ast.Call) -> None:
         if value is not None and not is_constant(value, None):
             given.append(f"{one.removeprefix('warmup_')}={plan.moved(value)}")
     plan.change(call, f"{plan.hk}.{name}({', '.join(given)})")
-    plan.notes.append(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
+    plan.note(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
 
 
 # Step 5 in a loop of your own -----------------------------------------------------------------------------------------

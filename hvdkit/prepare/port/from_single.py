@@ -23,8 +23,10 @@ _KERAS_RATES = {"SGD": "0.01", **dict.fromkeys(
 """Keras 3's learning rates where none is given."""
 _BY_NAME = {name.lower(): name for name in _KERAS_RATES}
 _FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle")
-_HELD_OUT = {"split": 6, "data": 7}
-"""By their places among ``fit``'s arguments."""
+_LARGER = (
+    "each rank takes batches of the script's size: on 2 ranks the global batch and the learning rate are twice the "
+    "script's (docs/same_result.md keeps both)"
+)
 _TAPE = "tensorflow.GradientTape"
 _SLICES = "tensorflow.data.Dataset.from_tensor_slices"
 _ARRAYS = ("numpy.", "keras.datasets.", "keras.utils.to_categorical", "keras.utils.pad_sequences", "tensorflow.cast",
@@ -49,17 +51,8 @@ def port(plan: PortPlan) -> None:
         keras_2.port(plan)
     plan.each(_download, [*find.downloads(case), *(event for event in case.events if _fetches(plan, event))])
     on_root.port(plan)
-    _tell(plan)
-
-
-def _tell(plan: PortPlan) -> None:
-    """What is another training than the script's, and what every rank still does alone."""
-    if any("scale_lr" in str(what) for _, _, what in plan.edits.asked):
-        twice = "on 2 ranks the global batch and the learning rate are twice the script's"
-        plan.note(f"each rank takes batches of the script's size: {twice} (docs/same_result.md keeps both)")
-    case = plan.case
-    given = [argument(fit.node, f"validation_{what}", place) for fit in case.fits for what, place in _HELD_OUT.items()]
-    if any(given) or case.evaluation_loops or case.evaluations:
+    held = [argument(fit.node, name, _FIT.index(name)) for fit in case.fits for name in _FIT if "validation" in name]
+    if any(held) or case.evaluation_loops or case.evaluations:
         plan.note("every rank evaluates on all validation data, as before; docs/quickstart.md divides them")
 
 
@@ -136,6 +129,7 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
                 if isinstance(key, ast.Constant) and key.value == "lr":
                     plan.change(value, scaled.format("__"))
     plan.scale(call, rate, default, "lr", scaled)
+    plan.note(_LARGER)
     model = models.pop()
     plan.distribute(home, event, model, f"{hk}.sync_batch_norm({model})\n" if _normalizes(plan, call, model) else "")
 
@@ -346,6 +340,7 @@ def _keras_optimizer(plan: PortPlan, event: Event) -> None:
             f"scale its rates, {scale.format('rate')}, and divide its steps by {plan.world}.size")  # fmt: skip
     else:
         plan.scale(call, rate, _KERAS_RATES.get(last, ""), "learning_rate", scale)
+        plan.note(_LARGER)
     if plan.binding == "keras":
         plan.change(call, f"{plan.hk}.distribute(__)")
 
@@ -365,6 +360,7 @@ def _compile(plan: PortPlan, event: Event) -> None:
         keras = plan.free("keras", "keras_3")
         plan.import_("import keras" if keras == "keras" else f"import keras as {keras}")
     plan.change(given, f"{plan.hk}.distribute({keras}.optimizers.{name}({rate}))")
+    plan.note(_LARGER)
 
 
 def _tapes(plan: PortPlan) -> None:

@@ -68,4 +68,4 @@ def _file_of(plan: PortPlan, event: Event) -> None:
             return
         raise Unsure(event.node, f"Keras 3 refuses the name {text!r} for weights", "end it with .weights.h5")
     plan.change(path, re.sub(r"\.(h5|hdf5)(['\"]+)$", r".keras\2", plan.src(path)))
-    plan.notes.append(f"line {path.lineno}: Keras 3 writes whole models to .keras files; the name ends so now")
+    plan.note(f"line {path.lineno}: Keras 3 writes whole models to .keras files; the name ends so now")

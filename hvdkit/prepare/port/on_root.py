@@ -88,8 +88,10 @@ def _statements(plan: PortPlan, node: ast.expr, blamed: ast.Call, depth: int = 0
         outer = case.parents[statement]  # `if x: print(x)` on one line
         statement = outer if isinstance(outer, ast.If) and not outer.orelse else statement
     statement = plan.statement(statement or node)
-    root = f"{plan.world}.is_root"
-    write = f"{name}(...) if {root} else None; and `if {root}:` around what uses it, but not around what trains"
+    write = f"if {plan.world}.is_root: around `{name}` alone, and not around the rest of the statement"
+    if depth:  # what it makes has a name, and goes elsewhere
+        made_by = f"{name}(...) if {plan.world}.is_root else None"
+        write = f"{made_by}, and a test for None around what uses it, but not around what trains"
     if why := _does_more(plan, statement, blamed):
         raise Unsure(node, f"`{name}` runs on every rank, in a statement that {why}", write)
     match statement:

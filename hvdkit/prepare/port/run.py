@@ -102,7 +102,7 @@ def port(text: ScriptText) -> Ported:
             why = f"whether step {number} is done is not certain: {verdict.note}"
             left.append(Left(1, why, _BY_HAND[number][plan.binding]))
         else:
-            plan.notes.append(f"step {number} is not certain: {verdict.note}")
+            plan.note(f"step {number} is not certain: {verdict.note}")
     kept = {(finding.line, finding.why): finding for finding in left}
     return Ported(text, after.content, library, plan.binding, tuple(sorted(kept.values(), key=lambda one: one.line)),
                   tuple(plan.notes), sure=not doubts and library != "hvdkit")  # fmt: skip
@@ -113,7 +113,7 @@ def _planned(text: ScriptText) -> tuple[PortPlan, ScriptText]:
     plan = PortPlan(text)
     library = plan.case.library
     if library == "hvdkit":
-        plan.notes.append("it uses hvdkit already; what an earlier port left to write by hand is not listed again")
+        plan.note("it uses hvdkit already; what an earlier port left to write by hand is not listed again")
     if library not in _FROM or plan.case.of_tensorflow_1:  # those are in the findings
         return plan, text
     try:

@@ -18,7 +18,9 @@ stochastic gradient descent" (error feedback); Tang et al. 2019, DoubleSqueeze, 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +159,12 @@ class Int8(Packing):
 
     def _round(self, wanted: Array, codes: Array, scales: Array) -> None:
         """Put codes and scales in place; ``wanted``, (blocks, BLOCK), becomes what they lack."""
+        self.drawn += 1
+        start = (self.drawn * 40503 + self.rank * 104729) % (_NOISE - _CHUNK)
+        noise = _noise()[start : start + wanted.size].reshape(wanted.shape)
+        places, compiled = map(_address, (wanted, noise, codes, scales)), _compiled()
+        if compiled is not None and compiled.horovod_int8_round(*places, len(codes)):
+            return
         wide = self._wide[: wanted.size].reshape(wanted.shape)
         np.abs(wanted, out=wide)
         largest = wide.max(axis=1, keepdims=True)
@@ -171,9 +179,7 @@ class Int8(Packing):
             inverse *= np.where(marked, np.float32(126 / 127), 1)
             np.multiply(scales, np.float32(127 / 126), out=scales, where=marked)
         np.multiply(wanted, inverse, out=wide)
-        self.drawn += 1
-        start = (self.drawn * 40503 + self.rank * 104729) % (_NOISE - _CHUNK)
-        wide += _noise()[start : start + wide.size].reshape(wide.shape)
+        wide += noise
         np.floor(wide, out=wide)
         codes[...] = wide
         wide *= scales
@@ -185,9 +191,13 @@ class Int8(Packing):
 
     @staticmethod
     def _value(codes: Array, scales: Array, values: Array) -> Array:
-        """What codes stand for, put into ``values``, (blocks * BLOCK,)."""
+        """What codes stand for, put into ``values``, float32 (blocks * BLOCK,)."""
         wide = values[: codes.size].reshape(codes.shape)
-        np.multiply(codes, scales, out=wide)
+        compiled = _compiled()
+        if compiled is None:
+            np.multiply(codes, scales, out=wide)
+        else:
+            compiled.horovod_int8_values(*map(_address, (codes, scales, wide)), len(codes))
         marked = scales[:, 0] < 0
         if marked.any():
             own = codes[marked].astype(np.float32)
@@ -212,8 +222,9 @@ class Int8(Packing):
                 whole += self._value(its_codes, its_scales, term)
             whole *= np.float32(factor)
             self._round(whole, codes, scales)
+            whole /= np.float32(factor)
             here = self.rank * self._part + start
-            self._kept[here : here + codes.size] += whole.reshape(-1) / np.float32(factor)
+            self._kept[here : here + codes.size] += whole.reshape(-1)
         self._kept[self.length :] = 0
         return result
 
@@ -222,7 +233,10 @@ class Int8(Packing):
         for part, row in enumerate(gathered):
             for start, codes, scales in self._chunks(row):
                 here = values[part * self._part + start :][: codes.size]
-                here[...] = self._value(codes, scales, self._wide).reshape(-1)[: len(here)]
+                if here.dtype == np.float32 and len(here) == codes.size and here.flags.carray:
+                    self._value(codes, scales, here)
+                else:
+                    here[...] = self._value(codes, scales, self._wide).reshape(-1)[: len(here)]
 
 
 def combine(run: Callable[[str, Array, str], Array], packing: Packing, values: Array, name: str, factor: float) -> None:
@@ -240,6 +254,25 @@ def combine(run: Callable[[str, Array, str], Array], packing: Packing, values: A
 def _noise() -> Array:
     """Numbers in [0, 1), float32 (_NOISE,), the same on every rank."""
     return np.random.Generator(np.random.Philox(0)).random(_NOISE, dtype=np.float32)
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    """Horovod's library with the loops of ``Int8`` in it, as ``hvdkit install`` builds it: the same bits, sooner."""
+    for name in ("horovod.torch.mpi_ops", "horovod.tensorflow.mpi_ops"):
+        library: ctypes.CDLL | None = getattr(getattr(sys.modules.get(name), "_basics", None), "MPI_LIB_CTYPES", None)
+        if library is not None and hasattr(library, "horovod_int8_round"):
+            pointer = ctypes.c_void_p
+            library.horovod_int8_round.argtypes = [pointer, pointer, pointer, pointer, ctypes.c_size_t]
+            library.horovod_int8_round.restype = ctypes.c_bool
+            library.horovod_int8_values.argtypes = [pointer, pointer, pointer, ctypes.c_size_t]
+            library.horovod_int8_values.restype = None
+            return library
+    return None
+
+
+def _address(array: Array) -> int:
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
 # What was rounded away, by the name of a gradient -----------------------------------------------------------------

@@ -53,8 +53,8 @@ class PackedMean:
         self._mean = real[:numbers].flatten()
         word = (real[numbers:, 0] if flat.is_complex() else real[numbers:]).float().cpu()
         self._word = hvd.allreduce_async(word, name=f"{name}.word", op=hvd.Average, process_set=process_set)
-        host = (self._mean.float() if self._mean.dtype == torch.bfloat16 else self._mean).cpu().numpy()
-        parts = np.split(host, np.cumsum([packing.length for packing in packings])[:-1])
+        self._host = (self._mean.float() if self._mean.dtype == torch.bfloat16 else self._mean).cpu()
+        parts = np.split(self._host.numpy(), np.cumsum([packing.length for packing in packings])[:-1])
         self._parts = [
             _PackedPart(process_set, values, f"{name}.{number}", packing)
             for number, (values, packing) in enumerate(zip(parts, packings, strict=True))
@@ -71,8 +71,10 @@ class PackedMean:
     def wait(self) -> torch.Tensor:
         """See ``buckets.FlatMean.wait``."""
         self.add_up(wait=True)
-        found = np.concatenate([part.wait() for part in self._parts])
-        self._mean.copy_(torch.from_numpy(found))
+        for part in self._parts:
+            part.wait()
+        if self._host.data_ptr() != self._mean.data_ptr():
+            self._mean.copy_(self._host)
         word: torch.Tensor = synchronize(self._word)
         return word
 
@@ -89,6 +91,7 @@ class _PackedPart:
 
     def __init__(self, process_set: Any, values: Any, name: str, packing: Packing) -> None:
         self._name, self._among, self._packing = name, {"process_set": process_set}, packing
+        self._values = values
         rows = torch.from_numpy(packing.pack(values))
         self._rows = hvd.alltoall_async(rows, name=f"{name}.parts", **self._among)
         self._ranks, self._gathered = len(rows), 0
@@ -103,8 +106,6 @@ class _PackedPart:
             self._is_added = True
         return self._is_added
 
-    def wait(self) -> Any:
-        """The mean, float32 (length,), once it was added up."""
-        found = np.empty(self._packing.length, np.float32)
-        self._packing.unpack(synchronize(self._gathered).numpy(), found)
-        return found
+    def wait(self) -> None:
+        """Put the mean in the place of this rank's values, once it was added up."""
+        self._packing.unpack(synchronize(self._gathered).numpy(), self._values)

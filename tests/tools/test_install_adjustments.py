@@ -155,6 +155,7 @@ def test_plain_leaves_out_what_only_makes_it_faster_and_bfloat16() -> None:
     plain = {one.name for one in applying(Options(frameworks=frameworks, plain=True))}
     assert faster - plain == {
         "cycle-on-request", "torch-sleeping-wait", "mpi-in-parts", "gloo-loop-yields", "gloo-send-buffer",
+        "gloo-receive-first", "int8",
         "bfloat16", "bfloat16-torch", "bfloat16-tensorflow",
     }  # fmt: skip
     assert plain < faster

@@ -87,6 +87,8 @@ class PyHorovod(PythonPackage):
         ("39-horovodrun-mpich", ""),
         ("40-tensorflow-barrier", "frameworks=tensorflow"),
         ("41-gloo-init-again", ""),
+        ("42-int8", ""),
+        ("43-gloo-receive-first", ""),
     ):
         patch(f"../../../../../../hvdkit/prepare/install/patches/{name}.patch", when=condition or None)
 

@@ -107,7 +107,7 @@ class Communicator(ABC):
             name: that no other thread uses.
             poll_s: see ``PendingCollective.wait``; ``options``: see ``start``.
         """
-        return lambda array: self.start(collective, np.array(array), name, **options).wait(poll_s)
+        return lambda array: self.start(collective, np.asarray(array), name, **options).wait(poll_s)
 
     def has_ended(self, error: Exception) -> bool:
         """Whether what ``background`` raised is the end of the library: then whoever waits for a rank gets an error."""
@@ -394,7 +394,7 @@ class OverMpi(Communicator):
         if name not in self._apart:
             self._apart[name] = OverMpi(self._in_order().Dup(), self._mpi)
         apart = self._apart[name]
-        return lambda array: apart.start(collective, np.array(array), name, **options).wait(poll_s)
+        return lambda array: apart.start(collective, np.asarray(array), name, **options).wait(poll_s)
 
     def broadcast_object(self, value: Any, name: str) -> Any:  # noqa: ARG002
         return self._in_order().bcast(value, root=0)

@@ -51,6 +51,7 @@ Array = npt.NDArray[Any]
 _DEFAULTS = {"nesterov": (0.7, 0.9), "average": (1.0, 0.0)}
 _COMPRESSIONS = [name for name in COMPRESSIONS if name != "auto"]  # a step's time does not tell of an outer step's
 _FRAGMENT = 2**22  # numbers that are sent at once
+_PIECE = 1 << 16
 _POLL_S = 0.002
 
 
@@ -205,7 +206,8 @@ class OuterLoop:
             anchor = np.concatenate([values[place].reshape(-1) for place in places]).astype(kind)
             mean = _mean(self._ranks, f"{self.name}.{number}", len(anchor), self.options.compression, kind)
             offset = number * self.options.every // len(buckets) if self.options.overlap else 0
-            self._fragments.append(_Fragment(places, offset, anchor, mean, np.zeros_like(anchor)))
+            velocity, difference = np.zeros_like(anchor), np.empty_like(anchor)
+            self._fragments.append(_Fragment(places, offset, anchor, mean, velocity, difference))
         self._begin_velocity(weights)
         self._count = self._ranks.background(ALLREDUCE, f"{self.name}.word", _POLL_S)
         self.weights, self._size = weights, self._ranks.size()
@@ -292,39 +294,39 @@ class OuterLoop:
         """Tell the ranks, at the beginning of a round, whether this one trains on, and whether its weights differ."""
         self._word = self._pool.submit(self._count, np.array([not finishing, self._steps != self._met], np.float64))
 
-    def _now(self, fragment: _Fragment) -> Array:
-        """This rank's weights, one after another, in new memory."""
-        values = [value.reshape(-1) for value in self.weights.get(fragment.places)]
-        return np.concatenate(values, dtype=fragment.anchor.dtype)
-
     def _launch(self, fragment: _Fragment) -> None:
-        difference = self._now(fragment)
-        np.subtract(fragment.anchor, difference, out=difference)
+        if fragment.pending:  # a step that was interrupted has left it
+            self._land(fragment)
+        self._with_weights(fragment, fragment.difference, np.subtract)
         fragment.rounds += 1
-        fragment.pending = self._pool.submit(fragment.mean, difference), self._word
+        fragment.pending = self._pool.submit(fragment.mean, fragment.difference), self._word
 
     def _land(self, fragment: _Fragment) -> None:
-        """Wait for a fragment, take the outer step with it, and have the weights follow.
-
-        In place: of arrays this large, making new ones takes longer than what is computed.
-        """
+        """Wait for a fragment, take the outer step with it, and have the weights follow."""
         pending, word = fragment.pending
         mean, fragment.pending = pending.result(), None
         training, _ = word.result()
+        lr, momentum = self.options.rates() if training else (1.0, 0.0)
+        for piece in _pieces(len(mean)):
+            _step(fragment.anchor[piece], fragment.velocity[piece], mean[piece], lr, momentum)
         values = fragment.anchor
-        if training:
-            (lr, momentum), velocity = self.options.rates(), fragment.velocity
-            if momentum:
-                velocity *= momentum
-                velocity += mean
-                values -= lr * momentum * velocity
-            mean *= lr
-        values -= mean
         if training and self.options.overlap:  # what was learned meanwhile counts as much
-            values = self._now(fragment)
-            values += fragment.anchor
-            values /= 2
+            values = mean
+            self._with_weights(fragment, values, _between)
         self.weights.put(fragment.places, self._by_weight(fragment, values))
+
+    def _with_weights(self, fragment: _Fragment, found: Array, compute: Callable[..., Any]) -> None:
+        """``compute(anchor, weights, out=found)``, of each weight piece by piece."""
+        rows = zip(
+            self._by_weight(fragment, fragment.anchor),
+            self.weights.get(fragment.places),
+            self._by_weight(fragment, found),
+            strict=True,
+        )
+        for anchor, weight, out in rows:
+            flat = weight.reshape(-1)
+            for piece in _pieces(len(out)):
+                compute(anchor[piece], flat[piece], out=out[piece])
 
     def _by_weight(self, fragment: _Fragment, flat: Array) -> list[Array]:
         return _split(flat, [self.weights.sizes[place] for place in fragment.places])
@@ -364,6 +366,7 @@ class _Fragment:
         anchor: the weights of the last outer step, one after another.
         mean: of all ranks' differences; for a second thread.
         velocity: of the outer optimizer.
+        difference: the memory of what is sent.
         rounds: how often it was sent.
         pending: the mean on its way, and what the ranks say of this round.
     """
@@ -373,8 +376,29 @@ class _Fragment:
     anchor: Array
     mean: Callable[[Array], Array]
     velocity: Array
+    difference: Array
     rounds: int = 0
     pending: Any = None
+
+
+def _pieces(length: int) -> list[slice]:
+    """Of a flat array, in order: what is computed of one stays in a core's cache, and needs no new memory."""
+    return [slice(start, start + _PIECE) for start in range(0, length, _PIECE)]
+
+
+def _step(anchor: Array, velocity: Array, mean: Array, lr: float, momentum: float) -> None:
+    """The outer optimizer's, in place; ``mean`` is lost."""
+    if momentum:
+        velocity *= momentum
+        velocity += mean
+        anchor -= lr * momentum * velocity
+    mean *= lr
+    anchor -= mean
+
+
+def _between(anchor: Array, weight: Array, out: Array) -> None:
+    np.add(weight, anchor, out=out)
+    out /= 2
 
 
 def _split(flat: Array, sizes: Sequence[int]) -> list[Array]:

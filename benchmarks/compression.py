@@ -65,6 +65,9 @@ def on_two_hosts(script: Path, options: argparse.Namespace, variable: str) -> di
         job = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--hosts", placed, "--launcher", options.launcher]
         job += ["--env", variable, "--env", "OMP_NUM_THREADS", "--", sys.executable, str(script.resolve())]
         hosts.start()
+        for name in hosts.names:  # BBR, the default of some kernels, fills such links in one direction at a time
+            reno = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
+            subprocess.run(["ip", "netns", "exec", name, "sh", "-c", reno], check=True)
         try:
             with delayed(options, hosts):
                 argv = [*hosts.inside(0), *job, *sys.argv[1:]]

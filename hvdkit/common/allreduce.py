@@ -31,7 +31,7 @@ class Compression:
     packing_s: float
 
 
-COMPRESSIONS = {"bf16": Compression(2, 0.75e-9), "int8": Compression(260 / 256, 5e-9)}
+COMPRESSIONS = {"bf16": Compression(2, 0.75e-9), "int8": Compression(260 / 256, 2e-9)}
 """By the words of ``distribute(compression=)``; "bf16" stands for "fp16", too. Measured on one core, 2**20 numbers at a
 time (docs/slow_networks.md)."""
 

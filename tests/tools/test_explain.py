@@ -617,11 +617,11 @@ def test_a_slow_link_is_told_what_each_compression_saves(tmp_path):
     assert f"({100 * saved['bf16'] / said.step_s:.0f}%)" in advice
 
 
-COMPRESSED = (("bf16", 2, 0.75e-9), ("int8", 260 / 256, 5e-9))
+COMPRESSED = (("bf16", 2, 0.75e-9), ("int8", 260 / 256, 2e-9))
 
 
 def test_a_faster_link_is_told_of_bf16_alone_since_int8_takes_longer_to_pack(tmp_path):
-    (advice,) = [one.advice for one in between_hosts(tmp_path, 0.008).causes if one.kind == "exchange"]
+    (advice,) = [one.advice for one in between_hosts(tmp_path, 0.007).causes if one.kind == "exchange"]
     assert '"bf16" by' in advice and "int8" not in advice
 
 
@@ -635,7 +635,7 @@ def test_compression_is_not_advised_where_it_saves_nothing(tmp_path, where):
 
 
 def test_the_published_steps_over_1_gbit_are_advised_what_they_were_measured_to_save():
-    """docs/slow_networks.md: 714 ms without, 390 with bf16, 345 with int8; of 80 MB, which take 640 ms."""
+    """docs/slow_networks.md: 733 ms without, 392 with bf16, 250 with int8; of 80 MB, which take 640 ms."""
     whole = Distribution(10, 6.4e6, 6.4e5, 6.4e5, 6.4e5, 6.4e5)
     tensor = types.SimpleNamespace(kind="ALLREDUCE", dtype="float32", count=10, bytes=80_000_000)
     summary = types.SimpleNamespace(
@@ -643,9 +643,9 @@ def test_the_published_steps_over_1_gbit_are_advised_what_they_were_measured_to_
         batches=types.SimpleNamespace(large_share=1.0),
         tensors=[tensor],
     )
-    said = exchange.compression(summary, 0.64, 0.714)
-    told = {name: 714 - float(ms) for name, ms in re.findall(r'"(\w+)" by ([\d.]+) ms', said)}
-    assert told == pytest.approx({"bf16": 390, "int8": 345}, rel=0.25)
+    said = exchange.compression(summary, 0.64, 0.733)
+    told = {name: 733 - float(ms) for name, ms in re.findall(r'"(\w+)" by ([\d.]+) ms', said)}
+    assert told == pytest.approx({"bf16": 392, "int8": 250}, rel=0.25)
 
 
 def test_what_the_backward_pass_hides_costs_nothing(tmp_path):

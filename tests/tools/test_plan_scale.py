@@ -298,7 +298,7 @@ def test_a_size_that_cannot_be_refuses_its_row_alone(capsys):
 # Fewer bytes ------------------------------------------------------------------------------------------------------
 
 WIDE = from_sizes([4 * (4096 * 800 + 800), 4 * (4096 * 4096 + 4096)])  # benchmarks/compression.py, as backward has it
-SLOW = ("--alpha-us", "50", "--bandwidth-gbit", "1", "--step-ms", "85")
+SLOW = ("--alpha-us", "50", "--bandwidth-gbit", "1", "--step-ms", "50")
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def compressed(capsys, *arguments):
     return answer(capsys, *arguments)["compressed"]
 
 
-MEASURED = {"none": 0.714, "fp16": 0.452, "bf16": 0.390, "int8": 0.345}
+MEASURED = {"none": 0.733, "fp16": 0.465, "bf16": 0.392, "int8": 0.250}
 """Over Gloo, 2 hosts of 1 Gbit/s: docs/slow_networks.md."""
 
 
@@ -329,16 +329,16 @@ def test_what_fewer_bytes_give_is_within_a_quarter_of_what_was_measured(wide, ca
 def test_packing_is_in_the_step_and_named(wide, capsys):
     (row,) = compressed(capsys, *SLOW, "--plan", wide, "--at", "2", "--no-overlap", "--fusion-threshold-mb", "0")
     numbers = WIDE.nbytes / 4
-    assert row["packing_s"] == pytest.approx({"none": 0, "bf16": 0.75e-9 * numbers, "int8": 5e-9 * numbers})
+    assert row["packing_s"] == pytest.approx({"none": 0, "bf16": 0.75e-9 * numbers, "int8": 2e-9 * numbers})
     growth = 1 + GROWTH.value
     sent = {"none": 4, "bf16": 2, "int8": 260 / 256}  # on two ranks each byte crosses a link once
     for name, number in sent.items():
-        whole = 0.085 + row["packing_s"][name] + 8e-9 * number * numbers
+        whole = 0.050 + row["packing_s"][name] + 8e-9 * number * numbers
         assert row["steps_s"][name] == pytest.approx(growth * whole, rel=0.02)
     assert row["shortest"] == "int8" and row["faster"] == pytest.approx(row["steps_s"]["none"] / row["steps_s"]["int8"])
     assert predicted(*SLOW, "--plan", wide, "--at", "2") == 0
     out = capsys.readouterr().out
-    assert f"{100:.0f} ms of int8" in out and "another guarantee" in out and "int8, 2." in out
+    assert f"{2e-6 * numbers:.1f} ms of int8" in out and "another guarantee" in out and "int8, 2." in out
 
 
 def test_none_is_the_step_of_the_first_table(capsys):
@@ -355,8 +355,8 @@ def test_every_h_shares_one_exchange_among_h_steps(wide, capsys):
     )
     assert once["steps_s"]["every"] == pytest.approx(once["steps_s"]["none"])
     growth = 1 + GROWTH.value
-    exchange = once["steps_s"]["every"] / growth - 0.085
-    assert rarely["steps_s"]["every"] == pytest.approx(growth * (0.085 + exchange / 30)) and rarely["every"] == 30
+    exchange = once["steps_s"]["every"] / growth - 0.050
+    assert rarely["steps_s"]["every"] == pytest.approx(growth * (0.050 + exchange / 30)) and rarely["every"] == 30
 
 
 def test_on_a_fast_network_compression_is_not_the_shortest(wide, capsys):

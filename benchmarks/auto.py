@@ -16,6 +16,9 @@ import sys
 import time
 
 import numpy as np
+from compression import hvdkit_step
+
+from hvdkit.common import intervals
 
 VARIANTS = {"none": "none", "none again": "none", "auto": "auto"}
 TRIAL = 40
@@ -27,7 +30,7 @@ BATCH = 32
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("framework", choices=("torch", "tensorflow", "keras", "arrays"))
-    parser.add_argument("--width", type=int, default=1500, help="of three square layers (default %(default)s: 27 MB)")
+    parser.add_argument("--width", type=int, default=1500, help="of two or three layers with 3 width^2 weights (default %(default)s: 27 MB)")
     parser.add_argument("--rounds", type=int, default=100, help="default %(default)s")
     options = parser.parse_args()
     if "HVDKIT_BENCHMARK_AUTO" in os.environ:
@@ -57,12 +60,13 @@ def measure(options):
             trains[name](steps)
             times[name].append((time.perf_counter() - start) / steps)
     if world.is_root:
-        megabytes = 3 * 4e-6 * options.width**2
+        megabytes = 4e-6 * 3 * options.width**2
         rounds = f"{options.rounds} rounds of {steps} steps"
         print(f"{options.framework}, {megabytes:.3g} MB of gradients, 2 ranks, {rounds}")
         for name, own in times.items():
-            ratios = np.array(own) / times["none"]
-            print(f"{name:<12}{1e3 * statistics.median(own):8.2f} ms a step   {said(ratios)} of none", flush=True)
+            found = intervals.median((np.array(own) / times["none"]).tolist(), np.random.default_rng(0))
+            ratio = f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+            print(f"{name:<12}{1e3 * statistics.median(own):8.2f} ms a step   {ratio} of none", flush=True)
 
 
 def in_torch(width):
@@ -74,16 +78,11 @@ def in_torch(width):
     hk.pin_device(world, "cpu")
 
     def train_with(compression):
-        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(3)))
-        optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 1e-3), model, compression=compression)
-        hk.broadcast_state(model, optimizer)
-        x = torch.randn(BATCH, width)
+        step = hvdkit_step(hk, torch, (width, width, 2 * width), compression)
 
         def train(steps):
             for _ in range(steps):
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
+                step()
 
         return train
 
@@ -167,12 +166,6 @@ def in_arrays(width):
         return train
 
     return hk, world, train_with
-
-
-def said(ratios):
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
-    return f"{np.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 
 
 if __name__ == "__main__":

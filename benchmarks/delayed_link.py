@@ -25,6 +25,7 @@ from pathlib import Path
 QUEUE_S = 0.05
 """What tests/parallel/namespaces.py gives its links."""
 TURN_S = 0.001
+"""How much later than the delay a packet may be."""
 HEADER = 10
 """Bytes of struct virtio_net_hdr, in which a packet says how it is to be cut and summed up."""
 PACKET = HEADER + 18 + (1 << 16)

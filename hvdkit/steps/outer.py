@@ -51,7 +51,6 @@ Array = npt.NDArray[Any]
 _DEFAULTS = {"nesterov": (0.7, 0.9), "average": (1.0, 0.0)}
 _COMPRESSIONS = [name for name in COMPRESSIONS if name != "auto"]  # a step's time does not tell of an outer step's
 _FRAGMENT = 2**22  # numbers that are sent at once
-_PIECE = 1 << 16
 _POLL_S = 0.002
 
 
@@ -383,7 +382,7 @@ class _Fragment:
 
 def _pieces(length: int) -> list[slice]:
     """Of a flat array, in order: what is computed of one stays in a core's cache, and needs no new memory."""
-    return [slice(start, start + _PIECE) for start in range(0, length, _PIECE)]
+    return [slice(start, start + agreement.CHUNK) for start in range(0, length, agreement.CHUNK)]
 
 
 def _step(anchor: Array, velocity: Array, mean: Array, lr: float, momentum: float) -> None:

@@ -126,6 +126,42 @@ def flat(weights):
     return np.concatenate([array.reshape(-1) for array in weights.arrays])
 
 
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_in_pieces_of_any_length_it_is_the_same_step(monkeypatch, overlap):
+    options = OuterOptions(3, overlap=overlap)
+    whole = [flat(own) for own, _ in on_threads(2, lambda ranks: trained(ranks, options, 9))]
+    monkeypatch.setattr(outer.agreement, "CHUNK", 4)
+    for found, expected in zip(on_threads(2, lambda ranks: trained(ranks, options, 9)), whole, strict=True):
+        assert np.array_equal(flat(found[0]), expected)
+
+
+def test_an_outer_step_that_was_interrupted_is_taken_before_the_next_one(monkeypatch):
+    """Ctrl-C in a notebook while a rank is late; here with one rank, whose mean is its own difference."""
+    monkeypatch.setattr(OuterLoop, "_land", interrupted_once(monkeypatch, OuterLoop._land))
+    own = Arrays(np.ones((2, 3)), np.ones(5))
+
+    def program(ranks):
+        loop = OuterLoop(OuterOptions(1), ranks)
+        loop.begin(own)
+        for array in own.arrays:
+            array += 1
+        with pytest.raises(KeyboardInterrupt):
+            loop.take(loop.tick()[0])
+        loop.take(loop.tick()[0])
+
+    on_threads(1, program)
+    velocity, anchor = -1.0, 1 + 0.7 * (1 + 0.9)
+    np.testing.assert_allclose(flat(own), anchor - 0.7 * 0.9 * (0.9 * velocity), rtol=0, atol=1e-12)
+
+
+def interrupted_once(monkeypatch, land):
+    def raises(loop, fragment):
+        monkeypatch.setattr(OuterLoop, "_land", land)
+        raise KeyboardInterrupt
+
+    return raises
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("options", "lr", "momentum"),

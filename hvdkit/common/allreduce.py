@@ -33,7 +33,7 @@ class Compression:
 
 COMPRESSIONS = {"bf16": Compression(2, 0.75e-9), "int8": Compression(260 / 256, 2e-9)}
 """By the words of ``distribute(compression=)``; "bf16" stands for "fp16", too. Measured on one core, 2**20 numbers at a
-time (docs/slow_networks.md)."""
+time, in Horovod as ``hvdkit install`` builds it (docs/slow_networks.md)."""
 
 
 def bus_factor(collective: str, ranks: int) -> float:

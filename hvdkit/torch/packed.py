@@ -51,7 +51,7 @@ class PackedMean:
     ) -> None:
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         self._mean = real[:numbers].flatten()
-        word = (real[numbers:, 0] if flat.is_complex() else real[numbers:]).float().cpu()
+        word = (real[numbers:, 0] if flat.is_complex() else real[numbers:]).float().cpu().contiguous()
         self._word = hvd.allreduce_async(word, name=f"{name}.word", op=hvd.Average, process_set=process_set)
         self._host = (self._mean.float() if self._mean.dtype == torch.bfloat16 else self._mean).cpu()
         parts = np.split(self._host.numpy(), np.cumsum([packing.length for packing in packings])[:-1])

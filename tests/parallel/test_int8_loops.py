@@ -1,4 +1,4 @@
-"""The loops of ``compression="int8"`` in Horovod as ``hvdkit install`` builds it, beside those in NumPy."""
+"""``compression="int8"``: its loops in Horovod as ``hvdkit install`` builds it beside those in NumPy, and its parts."""
 
 from typing import Any
 
@@ -54,3 +54,24 @@ def test_tensorflow_has_them(everyone):
     from hvdkit.core import compression
 
     assert compression._compiled() is not None
+
+
+@on_ranks("torch")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64"])
+def test_each_part_of_a_bucket_and_each_type_gets_its_mean(hk, world, everyone, dtype, monkeypatch):
+    """The mean lands in the gradients' own memory, or beside it where NumPy has no such type."""
+    import torch
+
+    from hvdkit.torch import packed
+
+    monkeypatch.setattr(packed, "AT_ONCE", 300)
+    model = torch.nn.Linear(1, 1000, bias=False, dtype=getattr(torch, dtype))
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.0), model, compression="int8")
+    hk.broadcast_state(model)
+    pulls = [np.random.default_rng(rank).normal(size=1000) for rank in range(world.size)]
+    (model.weight[:, 0].real * torch.from_numpy(pulls[world.rank]).to(model.weight.real.dtype)).sum().backward()
+    optimizer.step()
+    found = model.weight.grad[:, 0].real.double().numpy()
+    off = np.abs(found - np.mean(pulls, axis=0)).max()
+    assert 1e-4 < off < 5 / 127 * np.abs(pulls).max()
+    assert all(one == found.tolist() for one in everyone(found.tolist()))

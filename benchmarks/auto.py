@@ -30,7 +30,7 @@ BATCH = 32
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("framework", choices=("torch", "tensorflow", "keras", "arrays"))
-    parser.add_argument("--width", type=int, default=1500, help="of two or three layers with 3 width^2 weights (default %(default)s: 27 MB)")
+    parser.add_argument("--width", type=int, default=1500, help="the model has 3 width^2 weights (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=100, help="default %(default)s")
     options = parser.parse_args()
     if "HVDKIT_BENCHMARK_AUTO" in os.environ:

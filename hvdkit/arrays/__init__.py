@@ -142,7 +142,6 @@ def distribute(
     compression: str = "none",
     backward_passes_per_step: int = 1,
     comm: Any = None,
-    progress: str = "thread",
 ) -> Reduce:
     """What gives the mean of all ranks' gradients (step 4): ``gradients = reduce(gradients)``. A collective.
 
@@ -153,13 +152,11 @@ def distribute(
     Args:
         parameters: containers of arrays of the gradients' shapes and types; None where there is never a gradient.
         op: "average" or "sum".
-        compression: see ``GradientOptions``; what travels in fewer bytes is added up in float32 or float64. On GPUs
-            "none", or "fp16".
+        compression: see ``GradientOptions``; what travels in fewer bytes is added up in float32 or float64. On
+            GPUs "none" alone.
         backward_passes_per_step: calls whose gradients are added up on each rank before they are exchanged, >= 1; the
             others return None. They are summed, as elsewhere in hvdkit: divide the loss by their number for a mean.
         comm: ranks to average over, an mpi4py communicator; default: all.
-        progress: what moves started gradients on: "thread" (a second one of this process; "calls" where MPI has no
-            MPI_THREAD_MULTIPLE) or "calls" (``Pending.done`` and ``wait`` alone, over MPI_Iallreduce).
     Raises:
         InvalidArgumentError: bad options, an array whose type has no mean, or no communicator with this rank.
         AgreementError: the ranks give different names, shapes, types or options, or another rank failed. On every rank.
@@ -167,11 +164,9 @@ def distribute(
     options = GradientOptions(op, compression, backward_passes_per_step)
     if op == "adasum":
         raise InvalidArgumentError("op='adasum' needs Horovod (hvdkit.torch, hvdkit.tensorflow); use average or sum.")
-    if progress not in ("thread", "calls"):
-        raise InvalidArgumentError(f"progress must be thread or calls, got {progress!r}.")
     among = mpi.duplicate(comm)
     passes.expect_steps()
-    return Reduce(parameters, options, among, progress if mpi.threads_may_call() else "calls")
+    return Reduce(parameters, options, among, threaded=mpi.threads_may_call())
 
 
 def average(world: Topology, *, compression: str = "none") -> Any:

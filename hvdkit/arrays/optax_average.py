@@ -84,7 +84,7 @@ class _Checked(Reduce):
     """Compares before each exchange that all ranks average the same tree: else each would wait in another exchange."""
 
     def __init__(self, gradients: Any, options: GradientOptions, comm: Any, rows: list[str]) -> None:
-        super().__init__(gradients, options, exit_watchdog.Marked(comm.Dup()), "calls")
+        super().__init__(gradients, options, exit_watchdog.Marked(comm.Dup()), threaded=False)
         self._all, self._rows, self._table = mpi.ranks(comm), rows, agreement.rows_table(rows)
 
     def _exchange(self) -> None:

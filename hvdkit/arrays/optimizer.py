@@ -8,17 +8,12 @@ error on one rank is an error on all of them and none waits forever.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from hvdkit.arrays import mpi
-from hvdkit.arrays.exchange.buffers import HostBuffer
-from hvdkit.arrays.exchange.layout import Layout
-from hvdkit.arrays.exchange.shared import quiet
-from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.arrays.layout import Layout
+from hvdkit.arrays.shared_memory import quiet
 from hvdkit.core import auto, listeners
 from hvdkit.core.communicator import ALLREDUCE
 from hvdkit.core.control import FLAGS, ControlWord, Flags, is_held, read_flags
@@ -26,7 +21,6 @@ from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
 
-_NEVER = object()
 _SMALLEST, _LARGEST = 1e-15, 1e15  # of a weight: beyond, weight * gradient soon leaves float32
 _UNUSUAL, _FAILED, _WEIGHTED, _WEIGHT = map(Flags._fields.index, ("unusual", "failed", "weighted", "weight"))
 
@@ -40,31 +34,24 @@ class Reduce:
 
     Args:
         parameters, options, comm: see ``Layout``.
-        progress: "thread" or "calls".
+        threaded: whether a second thread may call MPI, in which started gradients travel.
     """
 
-    def __init__(self, parameters: Any, options: GradientOptions, comm: Any, progress: str) -> None:
+    def __init__(self, parameters: Any, options: GradientOptions, comm: Any, *, threaded: bool) -> None:
         self._options, self._comm = options, comm
         self._size = int(comm.Get_size())
-        self._layout = Layout(parameters, options, comm, FLAGS, progress)
+        self._layout = Layout(parameters, options, comm, FLAGS)
         self._head = self._layout.head
         self._usual = ControlWord(len(self._layout.leaves)).usual.astype(self._head.dtype)
         self._word = self._head[: len(self._usual)]
         self._first = self._layout.buffers[0]
-        alone = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer)
-        self._add_up: Any = self._first.in_one_message() if alone else None
-        threaded = progress == "thread" and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
+        self._add_up = self._first.in_one_message() if len(self._layout.buffers) == 1 else None
         tries = self._size > 1 and options.compression == "auto" and any(one.packed for one in self._layout.buffers)
         self._trial = auto.CompressionTrial(auto.kinds_of(bfloat16=True)) if tries else None
+        threaded = threaded and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
         self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
-        self._payload = self._first.payload
         self._heads = mpi.ranks(comm).repeated(ALLREDUCE, self._head)
         self._mean = 1.0 / self._size if options.op == "average" else 1.0
-        self._mean_of_type = np.asarray(self._mean, dtype=self._payload.dtype)
-        one_pass = options.backward_passes_per_step == 1
-        at_once = self._add_up is not None and one_pass and self._size > 1 and self._layout.gives_views
-        self._at_once = self._layout.views if at_once else _NEVER
-        self._is_array = self._layout.is_array
         self._quiet = quiet()
         self._passes, self._weights, self._own = 0, 0.0, 1.0
         self._failure: Exception | None = None
@@ -91,9 +78,8 @@ class Reduce:
 
         Args:
             gradients: in the containers that ``distribute`` was given, arrays of any framework. None where this rank
-                has
-                none: it counts as zeros, and is None in the result where no rank has it. ``buffers`` itself: what was
-                written there.
+                has none: it counts as zeros, and is None in the result where no rank has it. ``buffers`` itself: what
+                was written there.
             weight: how much this rank's gradients count, >= 0, such as the number of samples m_k behind them: the
                 result is sum_k (m_k / m) g_k. With 0 they are not looked at: they may be NaN, as the mean over no
                 sample is. On all ranks or on none; without it all count the same.
@@ -104,23 +90,6 @@ class Reduce:
                 ranks.
             AgreementError: it failed on another rank, or only some ranks gave a weight; none is left waiting.
         """
-        if (  # all of the below, in short
-            gradients is self._at_once
-            and weight is None
-            and self._pending is None
-            and (self._is_array or self._layout.is_intact())
-        ):
-            self._word[...] = self._usual
-            listeners.ready()
-            passes.stepped()
-            self._add_up()
-            if self._head.item(_UNUSUAL) == 0:  # who writes elsewhere in the head writes there, too
-                if self._mean != 1.0:
-                    self._quiet(np.multiply, self._payload, self._mean_of_type, self._payload)
-                return gradients if self._is_array else self._layout.results()
-            self._failure = None
-            self._quiet(self._scale_short)
-            return self._results()
         if not self._put(gradients, weight):
             return None
         self._quiet(self._exchange)
@@ -131,14 +100,17 @@ class Reduce:
 
         The gradients may be changed at once, ``buffers`` only after ``Pending.wait``. Errors are raised there.
         """
-        ready = self._put(gradients, weight)
-        if not ready:
-            return Pending(self, None, iter(()), ready)
+        if not self._put(gradients, weight):
+            return Pending(self, None)
         if self._worker is not None:
-            self._pending = Pending(self, self._worker.submit(self._quiet, self._exchange), iter(()), ready)
+            future = self._worker.submit(self._quiet, self._exchange)
         else:
-            self._pending = Pending(self, None, self._requests(), ready)
-            self._pending.done()
+            future = Future()
+            try:
+                future.set_result(self._quiet(self._exchange))
+            except Exception as error:
+                future.set_exception(error)
+        self._pending = Pending(self, future)
         return self._pending
 
     def _put(self, gradients: Any, weight: float | None) -> bool:
@@ -220,28 +192,21 @@ class Reduce:
         if self._size == 1:
             self._finish_alone()
         elif self._add_up is not None:
-            self._exchange_short()
+            # One message: the sum of weights comes with the gradients, which are divided by it afterwards.
+            if self._own != 1.0:
+                self._first.scale(self._own)
+            self._add_up()
+            factor = self._factor()
+            if factor != 1.0:
+                self._first.scale(factor)
         else:
-            for request in self._turn():
-                waits(request.Wait)()
+            self._turn()
             for buffer in self._layout.buffers:
                 buffer.announce(self._own)
             self._heads.run()
             factor = self._factor()
             for buffer in self._layout.buffers:
                 buffer.exchange(self._own, factor)
-
-    def _exchange_short(self) -> None:
-        """One message: the sum of weights comes with the gradients, which are divided by it afterwards."""
-        if self._own != 1.0:
-            self._first.scale(self._own)
-        self._add_up()
-        self._scale_short()
-
-    def _scale_short(self) -> None:
-        factor = self._factor()
-        if factor != 1.0:
-            self._first.scale(factor)
 
     def _finish_alone(self) -> None:
         if self._failure is not None:
@@ -251,27 +216,15 @@ class Reduce:
             for buffer in self._layout.buffers:
                 buffer.scale(factor)
 
-    def _requests(self) -> Iterator[Any]:
-        if self._size == 1:
-            self._finish_alone()
-            return
-        yield from self._turn()
-        for buffer in self._layout.buffers:
-            buffer.announce(self._own)
-        yield self._heads.begin()
-        factor = self._factor()
-        for buffer in self._layout.buffers:
-            yield from buffer.requests(self._own, factor)
-
-    def _turn(self) -> Iterator[Any]:
-        """An exchange begins, which ends the one before: ``CompressionTrial.turn`` by MPI requests to be completed."""
+    def _turn(self) -> None:
+        """An exchange begins, which ends the one before: see ``CompressionTrial.turn``."""
         trial = self._trial
         if trial is None:
             return
         found = trial.end()
         if found is not None:
             call = mpi.ranks(self._comm).repeated(ALLREDUCE, found, op="min")
-            yield call.begin()
+            call.run()
             trial.decide(call.got, says=self._comm.Get_rank() == 0)
             self._trial = None
         trial.begin()
@@ -284,16 +237,11 @@ class Reduce:
         """What the sum of all ranks' own * gradient is multiplied by, from the head that was exchanged."""
         if not self._head[_UNUSUAL]:
             return self._mean
-        total = self._total()
-        return self._mean if total is None else self._options.backward_passes_per_step / total
-
-    def _total(self) -> float | None:
-        """The sum of all ranks' weights, from the head that was exchanged; None where they all count the same."""
         flags = read_flags(self._word.real.tolist())
         if flags.failed:
             mpi.ranks(self._comm).raise_together(self._failure)
         if flags.weighted == 0:
-            return None
+            return self._mean
         if flags.weighted < self._size:
             raise AgreementError(
                 f"{flags.weighted:.0f} of {self._size} ranks gave a weight for their gradients; give one on all or on "
@@ -301,12 +249,12 @@ class Reduce:
             )
         if not flags.weight > 0:
             raise InvalidArgumentError("the gradients of all ranks have the weight 0: they have no mean.")
-        return flags.weight
+        return self._options.backward_passes_per_step / flags.weight
 
     def _results(self) -> Any:
         layout = self._layout
         if layout.gives_views and not self._head[_UNUSUAL]:
-            return layout.results()
+            return layout.in_containers([buffer.views[number] for buffer, number in layout.places])
         word = self._word.real.tolist()
         return layout.in_containers(
             [
@@ -319,42 +267,23 @@ class Reduce:
 class Pending:
     """Gradients on their way to and from the other ranks. Made by ``Reduce.start``."""
 
-    def __init__(self, reduce: Reduce, future: Future[None] | None, requests: Iterator[Any], ready: bool) -> None:
-        self._reduce, self._future, self._requests = reduce, future, requests
-        self._request: Any = None
-        self._failure: BaseException | None = None
-        self._waits, self._result = ready, None
+    def __init__(self, reduce: Reduce, future: Future[None] | None) -> None:
+        self._reduce, self._future = reduce, future  # None: of a pass before the last
+        self._result: Any = None
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once. With progress="calls", each call also moves the gradients on."""
-        if self._future is not None:
-            return self._future.done()
-        while self._request is None or self._request.Test():
-            if not self._next():
-                return True
-        return False
+        """Whether ``wait`` would return at once."""
+        return self._future is None or self._future.done()
 
     def wait(self) -> Any:
         """The mean, once it is there; see ``Reduce.__call__`` for what is returned and raised. Again: the same."""
-        if self._waits:
-            if self._future is not None:
-                self._failure = self._future.exception()
-            elif self._request is not None or self._next():
-                waits(self._request.Wait)()
-                while self._next():
-                    waits(self._request.Wait)()
-            self._waits = False  # not before: who was interrupted may wait again
+        if self._future is None:
+            return None
+        failure = self._future.exception()
+        if self._reduce._pending is self:  # not before: who was interrupted may wait again
             self._reduce._pending = None
-            if self._failure is None:
+            if failure is None:
                 self._result = self._reduce._results()
-        if self._failure is not None:
-            raise self._failure
+        if failure is not None:
+            raise failure
         return self._result
-
-    def _next(self) -> bool:
-        """Begin the next request; False when there is none, or none after a failure."""
-        try:
-            self._request = self._reduce._quiet(next, self._requests, None)
-        except Exception as error:
-            self._request, self._failure = None, error
-        return self._request is not None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.arrays import mpi, tree
-from hvdkit.arrays.state import Array, on_host
+from hvdkit.arrays.state import Array
 from hvdkit.arrays.tree import OwnState
 from hvdkit.core.communicator import BROADCAST, CHUNK
 from hvdkit.errors import InvalidArgumentError
@@ -150,7 +150,7 @@ class ShardedState:
         if part is None:
             return None
         path, shape, (start, stop) = self._paths[place], self._shapes[place], self.owned(place)
-        values = on_host(part, path)
+        values = tree.to_host(part, path)
         if values.size != stop - start:
             raise InvalidArgumentError(
                 f"{path} has {values.size} numbers, but {stop - start} are this rank's; give what own(...) returned."

@@ -26,18 +26,8 @@ def read(state: Any) -> list[tuple[str, Any, Array | None]]:
     found: list[tuple[str, Any, Array | None]] = []
     for path, leaf in tree.flatten(state):
         held = leaf.leaf if isinstance(leaf, tree.OwnPart) else leaf
-        found.append((path, leaf, None if held is None else on_host(held, path)))
+        found.append((path, leaf, None if held is None else tree.to_host(held, path)))
     return found
-
-
-def on_host(leaf: Any, path: str) -> Array:
-    """An array, or a number, as a NumPy array, copied where it is on a GPU."""
-    if tree.device_of(leaf) != "cuda":
-        return tree.to_host(leaf, path)
-    from hvdkit.arrays.exchange import cuda
-
-    array: Array = cuda.cupy().asnumpy(cuda.cupy().from_dlpack(leaf))
-    return array
 
 
 def row(path: str, leaf: Any, array: Array | None) -> str:

@@ -22,7 +22,7 @@ from hvdkit.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
 
-_ON_THE_HOST, _CUDA, _CUDA_MANAGED = (1, 3, 11), 2, 13  # DLPack: DLDeviceType
+_CUDA = (2, 13)  # DLPack: DLDeviceType
 _ALONE = "the array"  # of a tree that is a leaf
 _NUMBERS = (bool, int, float, complex)
 _BYTES = (memoryview, bytearray, bytes, array.array)
@@ -136,28 +136,6 @@ def leaves_like(outline: Any, tree: Any) -> list[Any]:
     return found
 
 
-def reader(outline: Any) -> Callable[[Any], list[Any]]:
-    """``leaves_like`` for one outline and many trees: fast where these have its plain dicts, lists and tuples."""
-    plan = _plan(outline)
-    if plan is None:
-        return lambda tree: leaves_like(outline, tree)
-
-    def read(tree: Any) -> list[Any]:
-        found: list[Any] = []
-        return found if _collect(plan, tree, found) else leaves_like(outline, tree)
-
-    return read
-
-
-def copier(tree: Any) -> Callable[[], Any]:
-    """What makes new containers, like those of a tree that stays as it is, around the same leaves."""
-    plan = _plan(tree)
-    if plan is not None:
-        return lambda: _copied(plan, tree)
-    leaves = [leaf for _, leaf in flatten(tree)]
-    return (lambda: rebuild(tree, iter(leaves))) if _children(tree) is not None else (lambda: tree)
-
-
 def watcher(tree: Any) -> Callable[[], bool]:
     """What tells whether the containers of a tree still hold the very objects that they hold now."""
     held: list[tuple[Any, list[Any]]] = []
@@ -173,36 +151,34 @@ def watcher(tree: Any) -> Callable[[], bool]:
     return lambda: all(_holds(container, values) for container, values in held)
 
 
-def device_of(leaf: Any) -> str:
-    """Where an array is: "host", "cuda", or "other" (a device that NumPy and CUDA cannot read)."""
+def is_on_gpu(leaf: Any) -> bool:
+    """Whether an array says that it is in the memory of a CUDA GPU."""
     ask = getattr(leaf, "__dlpack_device__", None)
     if isinstance(leaf, np.ndarray) or ask is None:
-        return "host"
+        return False
     try:
-        kind = int(ask()[0])
+        return int(ask()[0]) in _CUDA
     except _REFUSALS:
-        return "host"
-    if kind in _ON_THE_HOST:
-        return "host"
-    return "cuda" if kind in (_CUDA, _CUDA_MANAGED) else "other"
+        return False
 
 
 def to_host(leaf: Any, path: str) -> Array:
     """An array, or a number, as a NumPy array: without a copy wherever its memory can be read.
 
-    Tried in turn: NumPy itself, DLPack, the buffer protocol, ``__array__``.
+    Tried in turn: NumPy itself, DLPack, the buffer protocol, ``__array__``, CuPy's ``get``.
 
     Raises:
         InvalidArgumentError: none of them serves.
     """
-    for read in (_own, _by_dlpack, _by_buffer, _by_method):
+    for read in (_own, _by_dlpack, _by_buffer, _by_method, _by_copy):
         found = read(leaf)
         if found is not None and found.dtype.kind not in "OSUMm":
             return found
     kind = f"{type(leaf).__name__} of {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
     raise InvalidArgumentError(
         f"{path} is of type {kind}, which is neither a number nor an array that NumPy can read "
-        "(DLPack, the buffer protocol or __array__); leave it out, or give its arrays."
+        "(DLPack, the buffer protocol or __array__); leave it out, or give its arrays, of one on a GPU a copy in the "
+        "host's memory."
     )
 
 
@@ -274,52 +250,6 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-_Plan = tuple[Any, list[tuple[Any, Any]]]  # of a container: its type, and the keys with the plans of what is there
-
-
-def _plan(tree: Any) -> _Plan | None:
-    """How to read a container of plain containers; None where there is another one, or only a leaf."""
-    if type(tree) not in (dict, list, tuple):
-        return None
-    keys = _ordered(tree) if type(tree) is dict else range(len(tree))
-    plans = [(key, _plan(tree[key])) for key in keys]
-    if any(plan is None and _children(tree[key]) is not None for key, plan in plans):
-        return None
-    return type(tree), plans
-
-
-def _collect(plan: _Plan, tree: Any, found: list[Any]) -> bool:
-    """Append the leaves; False where the tree is not as planned."""
-    kind: Any
-    kind, parts = plan
-    if type(tree) is not kind or len(tree) != len(parts):
-        return False
-    for key, inside in parts:
-        if kind is dict and key not in tree:
-            return False
-        value = tree[key]
-        if inside is not None:
-            if not _collect(inside, value, found):
-                return False
-        elif value is None or _children(value) is None:
-            found.append(value)
-        else:
-            return False
-    return True
-
-
-def _copied(plan: _Plan, tree: Any) -> Any:
-    """New containers, as planned, around the same leaves."""
-    kind, parts = plan
-    if kind is tuple:
-        return tuple(tree[key] if inside is None else _copied(inside, tree[key]) for key, inside in parts)
-    made = tree.copy()
-    for key, inside in parts:
-        if inside is not None:
-            made[key] = _copied(inside, tree[key])
-    return made
-
-
 def _values(container: Any) -> Any:
     """What a container holds, with a length."""
     if isinstance(container, Mapping):
@@ -351,7 +281,7 @@ def _own(leaf: Any) -> Array | None:
 
 
 def _by_dlpack(leaf: Any) -> Array | None:
-    if not hasattr(leaf, "__dlpack__") or device_of(leaf) != "host":
+    if not hasattr(leaf, "__dlpack__"):
         return None
     try:
         return np.from_dlpack(leaf)
@@ -373,3 +303,7 @@ def _by_method(leaf: Any) -> Array | None:
         return np.asarray(leaf)
     except _REFUSALS:
         return None
+
+
+def _by_copy(leaf: Any) -> Array | None:
+    return leaf.get() if type(leaf).__module__.partition(".")[0] == "cupy" else None

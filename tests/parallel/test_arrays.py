@@ -156,12 +156,6 @@ def test_two_ranks_in_jax_end_with_the_weights_of_one_process(hk, world, everyon
 
 
 @on_ranks("arrays", n=3, mpi=True)
-def test_calls_that_move_gradients_on_give_the_same(hk, world, alone):
-    found = train_numpy(hk, world, "weights", progress="calls")
-    np.testing.assert_allclose(found, alone(trained, framework="numpy", by="weights"), rtol=1e-10, atol=1e-12)
-
-
-@on_ranks("arrays", n=3, mpi=True)
 def test_fp16_gradients_stay_within_their_rounding(hk, world, alone):
     exact = alone(trained, framework="numpy", by="samples")
     begin = np.random.default_rng(0).normal(size=exact.shape)
@@ -195,17 +189,16 @@ def test_a_launcher_that_mpi_does_not_see_is_refused(hk):
 # Exchanges ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [100, 1000, 300_000])
-@pytest.mark.parametrize("progress", ["thread", "calls"])
+@pytest.mark.parametrize("values", [100, 300_000])
 @on_ranks("arrays", mpi=True)
-def test_a_started_exchange_goes_on_while_the_caller_does_not_wait(hk, world, progress, values):
-    """In one message, by copies and in shared memory; moved on by a thread and by calls.
+def test_a_started_exchange_goes_on_while_the_caller_does_not_wait(hk, world, values):
+    """In one message and in shared memory.
 
     Rank 1 gives its gradients only when rank 0, which has given its own, says so: one that waited would hang.
     """
     from mpi4py import MPI
 
-    reduce = hk.distribute(np.zeros(values, np.float32), progress=progress)
+    reduce = hk.distribute(np.zeros(values, np.float32))
     if world.rank == 0:
         pending = reduce.start(np.ones(values))
         assert not pending.done()
@@ -220,10 +213,10 @@ def test_a_started_exchange_goes_on_while_the_caller_does_not_wait(hk, world, pr
     assert (pending.wait() == 2).all()
 
 
-@pytest.mark.parametrize("values", [1, 500, 1000, 4000, 5000, 70_000])
+@pytest.mark.parametrize("values", [1, 4000, 5000, 70_000])
 @on_ranks("arrays", n=3, mpi=True)
 def test_each_of_many_steps_gives_its_own_sum_at_every_length(hk, world, values):
-    """Lengths for one message, for copies and for shared memory; the ranks pause by chance."""
+    """Lengths for one message and for shared memory; the ranks pause by chance."""
     rng = np.random.default_rng(world.rank)
     reduce = hk.distribute(np.zeros(values, np.float32), op="sum")
     for step in range(300):

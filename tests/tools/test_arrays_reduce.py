@@ -1,8 +1,6 @@
 """The mean of gradients over ranks that are threads: packing, types, weights, what is missing, fp16, errors."""
 
-import collections
-import threading
-import time
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +9,9 @@ import numpy as np
 import pytest
 from array_ranks import on_ranks
 
-from hvdkit.arrays import mpi
-from hvdkit.arrays.exchange import buffers as arrays_buffers
-from hvdkit.arrays.exchange import shared
+from hvdkit.arrays import buffers as arrays_buffers
+from hvdkit.arrays import mpi, nccl, shared_memory
+from hvdkit.arrays.layout import sent_as
 from hvdkit.arrays.optimizer import Reduce
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
@@ -24,22 +22,19 @@ def threads_for_ranks(monkeypatch):
     monkeypatch.setattr(mpi, "library", lambda: array_ranks.MPI)
 
 
-@pytest.fixture(params=["short", "copies", "long", "shared"])
+@pytest.fixture(params=["short", "long", "shared"])
 def length(request, monkeypatch):
-    """All ways: one message with its head, by MPI or by copies that all ranks can read; the head before pieces of three
-    values, by MPI or in memory that the ranks share.
-    """
-    monkeypatch.setattr(shared, "FEWEST_BYTES", 0)
-    if request.param in ("long", "shared"):
+    """All ways: one message with its head; the head before pieces of three values, by MPI or in shared memory."""
+    if request.param != "short":
         monkeypatch.setattr(arrays_buffers, "SHORT_BYTES", 0)
         monkeypatch.setattr(arrays_buffers, "CHUNK_BYTES", 12)
-        monkeypatch.setattr(shared, "PIECE_BYTES", 20)
-    monkeypatch.setattr(array_ranks, "ONE_HOST", [request.param in ("copies", "shared")])
+        monkeypatch.setattr(shared_memory, "PIECE_BYTES", 20)
+    monkeypatch.setattr(array_ranks, "ONE_HOST", [request.param == "shared"])
     return request.param
 
 
-def make(comm, parameters, progress="calls", **options):
-    return Reduce(parameters, GradientOptions(**options), comm, progress)
+def make(comm, parameters, *, threaded=False, **options):
+    return Reduce(parameters, GradientOptions(**options), comm, threaded=threaded)
 
 
 def parameters():
@@ -113,12 +108,8 @@ def test_one_rank_alone_needs_no_weight():
 
 def test_every_type_travels_and_comes_back_as_it_was(length):
     kinds = ["f2", "f4", "f8", "c8", "c16", ">f4"]
-    try:
-        import ml_dtypes
-
-        kinds.append(ml_dtypes.bfloat16)
-    except ImportError:
-        pass
+    if importlib.util.find_spec("ml_dtypes"):
+        kinds.append(_dtype("bfloat16"))
     given = [np.arange(5).astype(kind) for kind in kinds]
 
     def rank(comm):
@@ -291,7 +282,7 @@ def test_an_array_that_takes_the_place_of_a_buffer_is_an_error_on_every_rank(len
     assert well[1] == ill[1] == [0.5] * 3
 
 
-@pytest.mark.parametrize("way", ["called", "in buffers", "thread", "calls", "fp16"])
+@pytest.mark.parametrize("way", ["called", "in buffers", "started", "fp16"])
 @pytest.mark.parametrize(
     ("mine", "op", "weight", "result"),
     [(3e38, "sum", None, np.inf), (1e-45, "average", None, 0.0), (1e-38, "average", 0.25, 0.0)],
@@ -301,15 +292,13 @@ def test_what_leaves_the_range_on_one_rank_ends_the_exchange_on_none(length, way
 
     def rank(comm):
         compression = "fp16" if way == "fp16" else "none"
-        reduce = make(
-            comm, np.zeros(9, np.float32), "thread" if way == "thread" else "calls", op=op, compression=compression
-        )
+        reduce = make(comm, np.zeros(9, np.float32), threaded=True, op=op, compression=compression)
         given = np.full(9, mine if op == "sum" or comm.rank == 1 else 0.0, np.float32)
         if way == "in buffers":
             reduce.buffers[...] = given
             given = reduce.buffers
         with np.errstate(all="raise" if comm.rank == 1 else "ignore"):
-            calls = reduce if way not in ("thread", "calls") else lambda *a, **named: reduce.start(*a, **named).wait()
+            calls = reduce if way != "started" else lambda *a, **named: reduce.start(*a, **named).wait()
             found = calls(given, weight=weight).tolist()
             state = np.geterr()["over"]
         return found, reduce(np.ones(9)).tolist(), state
@@ -337,58 +326,45 @@ def test_each_type_is_sent_once_and_short_ones_with_their_head():
         assert mixed == [4 * 16, 3 * 8 * 4, 3 * 8 * 8]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_slow_reader_still_finds_the_copies_of_its_own_step(size, monkeypatch):
-    """The others, who have read them, write those of the next step meanwhile."""
-    together = array_ranks.Ranks.Barrier
-
-    def slow_last_rank(comm):
-        together(comm)
-        if comm.rank == size - 1:
-            time.sleep(0.01)
-
-    monkeypatch.setattr(array_ranks.Ranks, "Barrier", slow_last_rank)
-
+def test_without_shared_memory_they_travel_by_mpi(monkeypatch):
     def rank(comm):
-        message, sums = np.zeros(5, np.float32), []
-        copies = shared.copies(comm, message)
-        for step in range(6):
-            message[:] = 10 * step + comm.rank
-            copies.add_up()
-            sums.append(message.tolist())
-        return sums
-
-    monkeypatch.setattr(shared, "FEWEST_BYTES", 0)
-    expected = [[float(size * 10 * step + sum(range(size)))] * 5 for step in range(6)]
-    assert on_ranks(size, rank, one_host=True) == [expected] * size
-
-
-def test_short_messages_of_many_ranks_or_of_several_hosts_go_by_mpi(monkeypatch):
-    def rank(comm):
-        reduce = make(comm, np.zeros(1000, np.float32))
+        reduce = make(comm, np.zeros(5000, np.float32))
         comm.sent.clear()
-        reduce(np.ones(1000))
+        assert (reduce(np.ones(5000)) == 1).all()
         return list(comm.sent)
 
-    by_mpi, by_copies = [4 * (16 + 1000)], []
-    assert on_ranks(2, rank, one_host=True) == [by_copies] * 2
-    assert on_ranks(2, rank, one_host=False) == [by_mpi] * 2
-    monkeypatch.setattr(shared, "MOST_COPIES", 2)
-    assert on_ranks(3, rank, one_host=True) == [by_mpi] * 3
-    monkeypatch.setattr(shared, "DIRECTORY", Path("/nowhere"))
-    assert on_ranks(2, rank, one_host=True) == [by_mpi] * 2
+    head, payload = 4 * 16, 4 * 5000
+    assert on_ranks(2, rank, one_host=True) == [[head]] * 2
+    assert on_ranks(2, rank, one_host=False) == [[head, payload]] * 2
+    monkeypatch.setattr(shared_memory, "DIRECTORY", Path("/nowhere"))
+    assert on_ranks(2, rank, one_host=True) == [[head, payload]] * 2
 
 
-def test_copies_are_made_only_where_one_message_is_enough(monkeypatch):
-    def rank(comm):
-        make(comm, [np.zeros(1000, np.float32), np.zeros(600)])
-        return len(made)
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [("f2", "f4"), ("f4", "f4"), ("f8", "f8"), (">f8", "f8"), ("c8", "c8"), ("bfloat16", "f4"), ("float8_e5m2", "f4")],
+)
+def test_half_precisions_are_added_up_in_float32(given, sent):
+    assert sent_as(_dtype(given), "x") == np.dtype(sent)
 
-    made = []
-    monkeypatch.setattr(shared, "segments", lambda comm, length: made.append(length))
-    assert on_ranks(2, rank, one_host=True) == [0, 0]
-    on_ranks(2, lambda comm: make(comm, np.zeros(1000, np.float32)), one_host=True)
-    assert made == [2 * 64 * 64] * 2
+
+@pytest.mark.parametrize("given", ["int32", "bool", "uint8", "int4"])
+def test_what_has_no_mean_is_refused(given):
+    with pytest.raises(InvalidArgumentError, match=r"layers\.0 is of type .* has no mean"):
+        sent_as(_dtype(given), "layers.0")
+
+
+def _dtype(name):
+    if name.startswith(("bfloat", "float8", "int4")):
+        return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+    return np.dtype(name)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "usable"), [(["a 0:1", "a 0:2", "b 0:1"], True), (["a 0:1", "a 0:1"], False), (["a 0:1", None], False)]
+)
+def test_nccl_wants_a_gpu_for_each_rank(gpus, usable):
+    assert nccl.has_own_gpus(gpus) is usable
 
 
 def test_there_are_no_buffers_to_add_up_in():
@@ -457,11 +433,11 @@ def test_complex_gradients_keep_their_precision():
 # without waiting ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("progress", ["thread", "calls"])
+@pytest.mark.parametrize("threaded", [True, False])
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_started_gradients_arrive(length, progress, compression):
+def test_started_gradients_arrive(length, threaded, compression):
     def rank(comm):
-        reduce = make(comm, parameters(), progress, compression=compression)
+        reduce = make(comm, parameters(), threaded=threaded, compression=compression)
         given = gradients(comm.rank)
         pending = reduce.start(given)
         given["w"][...] = 99  # the caller's own again
@@ -486,25 +462,19 @@ def test_a_second_call_before_the_wait_is_refused():
         assert_equal(found, mean(2))
 
 
-@pytest.mark.parametrize("progress", ["thread", "calls"])
-def test_an_interrupted_wait_may_wait_again(monkeypatch, progress):
-    def interrupted(*_):
+def test_an_interrupted_wait_may_wait_again():
+    def interrupted():
         raise KeyboardInterrupt
 
     def rank(comm):
-        reduce = make(comm, np.zeros(3), progress)
+        reduce = make(comm, np.zeros(3), threaded=True)
         pending = reduce.start(np.full(3, float(comm.rank)))
-        kept = pending._future, pending._request
-        if progress == "thread":
-            pending._future = SimpleNamespace(exception=interrupted)
-        else:
-            pending._request = SimpleNamespace(Wait=interrupted)
+        kept, pending._future = pending._future, SimpleNamespace(exception=interrupted)
         with pytest.raises(KeyboardInterrupt):
             pending.wait()
-        pending._future, pending._request = kept
+        pending._future = kept
         return pending.wait().tolist(), reduce(np.ones(3)).tolist()
 
-    monkeypatch.setattr(array_ranks.Done, "Test", lambda self: False)
     assert on_ranks(2, rank) == [([0.5] * 3, [1.0] * 3)] * 2
 
 
@@ -516,27 +486,6 @@ def test_started_passes_give_nothing_before_the_last():
     for nothing, found in on_ranks(2, rank):
         assert nothing is None
         assert_equal(found, {name: 2 * one for name, one in mean(2).items()})
-
-
-def test_half_precision_on_its_way_leaves_the_callers_error_state_alone(monkeypatch):
-    tests = collections.Counter()
-
-    def head_only(request):
-        """Of each rank the head is there at once, the gradients only when it waits."""
-        tests[threading.get_ident()] += 1
-        return tests[threading.get_ident()] == 1
-
-    monkeypatch.setattr(array_ranks.Done, "Test", head_only)
-
-    def rank(comm):
-        reduce = make(comm, np.zeros(2), compression="fp16")
-        pending = reduce.start(np.ones(2))
-        between = np.geterr()["over"]
-        with np.errstate(over="raise"):
-            pending.wait()
-        return between, np.geterr()["over"]
-
-    assert on_ranks(2, rank) == [("warn", "warn")] * 2
 
 
 # mistakes -------------------------------------------------------------------------------------------------------------
@@ -562,14 +511,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("progress", ["called", "thread", "calls"])
+@pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("mistake", WRONG)
-def test_a_mistake_on_one_rank_is_an_error_on_all_and_the_next_step_works(length, mistake, progress):
+def test_a_mistake_on_one_rank_is_an_error_on_all_and_the_next_step_works(length, mistake, started):
     wrong, options, message = WRONG[mistake]
 
     def rank(comm):
-        reduce = make(comm, parameters(), "calls" if progress == "called" else progress)
-        call = reduce if progress == "called" else lambda *given, **others: reduce.start(*given, **others).wait()
+        reduce = make(comm, parameters(), threaded=True)
+        call = reduce if not started else lambda *given, **others: reduce.start(*given, **others).wait()
         if comm.rank == 1:
             error = _error(lambda: call(wrong, **options))
         else:
@@ -647,16 +596,6 @@ def test_different_options_are_one_error_on_every_rank():
         return _error(lambda: make(comm, parameters(), op="sum" if comm.rank else "average"))
 
     assert all("op='average'" in errors or "op='sum'" in errors for errors in on_ranks(2, rank))
-
-
-def test_another_way_of_moving_on_is_one_error_on_every_rank():
-    """A thread sends other messages than calls do."""
-
-    def rank(comm):
-        return _error(lambda: make(comm, parameters(), "calls" if comm.rank else "thread"))
-
-    well, ill = on_ranks(2, rank)
-    assert "progress='thread'" in well and "progress='calls'" in ill
 
 
 def test_a_model_that_only_one_rank_cannot_read():

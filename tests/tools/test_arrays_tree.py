@@ -106,34 +106,6 @@ def test_rebuilding_a_data_class_asks_for_its_fields_alone():
     assert (type(found), found.w, found.square) == (Derived, 1, 2)
 
 
-TREES = [
-    {"z": 1, "a": [2, (3, {"q": 4}), None]},
-    ([[]], {}, (5,)),
-    {"a": Layer(1, [2]), "b": MappingProxyType({"x": 3})},
-    [collections.OrderedDict(z=1, a=[2]), Slots([1], 2)],
-    7,
-]
-
-
-@pytest.mark.parametrize("tree", TREES, ids=repr)
-def test_a_copy_has_containers_of_its_own_around_the_same_leaves(tree):
-    copied = arrays_tree.copier(tree)
-    first, second = copied(), copied()
-    assert first == second == tree and type(first) is type(tree)
-    assert repr(first) == repr(tree), "in another order"
-    if isinstance(first, (dict, list)):
-        first.clear()
-        assert second == copied() == tree != first
-
-
-def test_a_copy_is_one_at_every_depth():
-    tree = {"a": [1, ({"b": [2]},)]}
-    first = arrays_tree.copier(tree)()
-    first["a"][1][0]["b"].append(3)
-    first["a"].append(4)
-    assert tree == {"a": [1, ({"b": [2]},)]}
-
-
 def test_a_watcher_sees_every_change_of_the_containers_and_none_of_the_leaves():
     def tree():
         return {"a": [np.zeros(1), (np.zeros(1), {"q": np.zeros(1)})], "s": Layer(np.zeros(1), [np.zeros(1)])}
@@ -157,21 +129,12 @@ def test_a_watcher_sees_every_change_of_the_containers_and_none_of_the_leaves():
         assert of(change) == (True, False)
 
 
-both_readers = pytest.mark.parametrize(
-    "leaves_of",
-    [arrays_tree.leaves_like, lambda outline, tree: arrays_tree.reader(outline)(tree)],
-    ids=["once", "many times"],
-)
-
-
-@both_readers
-def test_none_stands_for_a_whole_container(leaves_of):
+def test_none_stands_for_a_whole_container():
     outline = {"layer": {"w": 0, "b": 1}, "last": 2}
-    assert leaves_of(outline, {"layer": None, "last": 7}) == [7, None, None]
-    assert leaves_of(outline, None) == [None, None, None]
+    assert arrays_tree.leaves_like(outline, {"layer": None, "last": 7}) == [7, None, None]
+    assert arrays_tree.leaves_like(outline, None) == [None, None, None]
 
 
-@both_readers
 @pytest.mark.parametrize(
     ("outline", "tree", "leaves"),
     [
@@ -188,11 +151,10 @@ def test_none_stands_for_a_whole_container(leaves_of):
     ],
     ids=repr,
 )
-def test_leaves_are_read_in_one_order_whatever_holds_them(leaves_of, outline, tree, leaves):
-    assert leaves_of(outline, tree) == leaves
+def test_leaves_are_read_in_one_order_whatever_holds_them(outline, tree, leaves):
+    assert arrays_tree.leaves_like(outline, tree) == leaves
 
 
-@both_readers
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
@@ -205,9 +167,9 @@ def test_leaves_are_read_in_one_order_whatever_holds_them(leaves_of, outline, tr
         (3.0, ("at the top", "float")),
     ],
 )
-def test_other_containers_are_named(leaves_of, given, parts):
+def test_other_containers_are_named(given, parts):
     with pytest.raises(InvalidArgumentError) as caught:
-        leaves_of({"layer": {"w": 0, "b": 1}, "last": 2}, given)
+        arrays_tree.leaves_like({"layer": {"w": 0, "b": 1}, "last": 2}, given)
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
@@ -255,11 +217,15 @@ def test_makers_give_memory_of_their_own_to_all_but_numpy():
         assert read.tolist() == [0, 1, 2] and not np.shares_memory(read, values)
 
 
-def test_the_device_is_asked():
-    here, there, elsewhere = OverDlpack([1.0]), OverDlpack([1.0]), OverDlpack([1.0])
-    there.device, elsewhere.device = (2, 0), (8, 0)
-    assert [arrays_tree.device_of(one) for one in (here, there, elsewhere, 1.0)] == ["host", "cuda", "other", "host"]
-    with pytest.raises(InvalidArgumentError):
+def test_the_device_is_asked_and_memory_that_cannot_be_read_is_refused():
+    class OnGpu(OverDlpack):
+        def __dlpack__(self, **options):
+            raise BufferError("the memory is on a GPU")
+
+    there = OnGpu([1.0])
+    there.device = (2, 0)
+    assert [arrays_tree.is_on_gpu(one) for one in (there, OverDlpack([1.0]), np.ones(1), 1.0)] == [True] + [False] * 3
+    with pytest.raises(InvalidArgumentError, match="of one on a GPU a copy"):
         arrays_tree.to_host(there, "x")
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.arrays import mpi, tree
-from hvdkit.arrays.exchange import shared
-from hvdkit.arrays.exchange.shared import SharedSum
-from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.arrays import mpi, shared_memory, tree
+from hvdkit.arrays.shared_memory import SharedSum
 from hvdkit.core.auto import kinds_of
 from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL
 from hvdkit.core.compression import new_packing
@@ -69,8 +67,8 @@ class Ranks:
     one_host: bool
 
 
-class HostBuffer:
-    """Gradients in the host's memory. A long buffer of ranks on one host lies in memory that they share.
+class SumBuffer:
+    """Gradients of one type. A long buffer of ranks on one host lies in memory that they share.
 
     Args:
         leaves: the gradients.
@@ -89,7 +87,6 @@ class HostBuffer:
 
     def __init__(self, leaves: Sequence[Leaf], sent: np.dtype[Any], head: int, ranks: Ranks) -> None:
         self._leaves, self._comm, self._ranks = leaves, ranks.comm, mpi.ranks(ranks.comm)
-        self._one_host = ranks.one_host
         length = head + sum(leaf.size for leaf in leaves)
         self.kind = ranks.compression
         packs = self.kind not in ("none", "auto") and sent.kind == "f"
@@ -98,7 +95,7 @@ class HostBuffer:
         if self._is_short or packs or not ranks.one_host or ranks.comm.Get_size() == 1:
             self.message: Array = np.zeros(length, dtype=sent)
         else:
-            self.message, self._shared = shared.buffer(ranks.comm, length, head, sent)
+            self.message, self._shared = shared_memory.buffer(ranks.comm, length, head, sent)
         self.head, self.payload = self.message[:head], self.message[head:]
         ends = np.cumsum([leaf.size for leaf in leaves])
         self.views: list[Array] = [
@@ -120,9 +117,6 @@ class HostBuffer:
         """
         if not self._is_short:
             return None
-        together = shared.copies(self._comm, self.message) if self._one_host else None
-        if together is not None:
-            return together.add_up
         return self._ranks.repeated(ALLREDUCE, self.message).run
 
     def put(self, position: int, gradient: Any, factor: float | None) -> None:
@@ -143,11 +137,7 @@ class HostBuffer:
                 view[...] = 0
             return
         values = tree.to_host(gradient, leaf.path)
-        if values.shape != leaf.shape:
-            raise InvalidArgumentError(
-                f"the gradient of {leaf.path} has the shape {values.shape}, its parameter {leaf.shape}; give "
-                "gradients of the parameters that distribute was given."
-            )
+        self._require_shape(leaf, values.shape)
         if values.dtype.kind == "c" and view.dtype.kind != "c":
             raise InvalidArgumentError(f"the gradient of {leaf.path} is complex, its parameter is {leaf.dtype}.")
         if factor is None:
@@ -158,6 +148,14 @@ class HostBuffer:
             np.add(view, values, out=view, casting="unsafe")
         else:
             np.add(view, np.multiply(values, factor, dtype=view.dtype, casting="unsafe"), out=view)
+
+    @staticmethod
+    def _require_shape(leaf: Leaf, shape: tuple[int, ...]) -> None:
+        if shape != leaf.shape:
+            raise InvalidArgumentError(
+                f"the gradient of {leaf.path} has the shape {shape}, its parameter {leaf.shape}; give "
+                "gradients of the parameters that distribute was given."
+            )
 
     def clear(self) -> None:
         """Begin to add up."""
@@ -185,8 +183,7 @@ class HostBuffer:
             factor: of the sum, the same on every rank.
         """
         if self.kind in self.packed:
-            for request in self.packed[self.kind].requests(own * factor):
-                waits(request.Wait)()
+            self.packed[self.kind].exchange(own * factor)
         elif self._shared is not None:
             self._shared.add_up(factor)
             self._comm.Barrier()
@@ -195,17 +192,6 @@ class HostBuffer:
                 if own * factor != 1.0:
                     np.multiply(chunk.got, own * factor, out=chunk.got)
                 chunk.run()
-
-    def requests(self, own: float, factor: float) -> Iterator[Any]:
-        """As ``exchange``, without waiting: the MPI requests to be completed, each before the next is asked for."""
-        if self.kind in self.packed:
-            yield from self.packed[self.kind].requests(own * factor)
-        elif self._shared is not None:
-            self._shared.add_up(factor)
-            yield self._comm.Ibarrier()
-        else:
-            self.payload *= own * factor
-            yield self._ranks.repeated(ALLREDUCE, self.payload).begin()
 
 
 class PackedExchange:
@@ -229,14 +215,14 @@ class PackedExchange:
         self._result = np.empty((1, self._packing.row), np.uint8)
         self._deal_out, self._collect = among.repeated(ALLTOALL, self._mine), among.repeated(ALLGATHER, self._result)
 
-    def requests(self, factor: float) -> Iterator[Any]:
-        """The MPI requests to be completed, each before the next is asked for; the payload is then the result.
+    def exchange(self, factor: float) -> None:
+        """Put the result into the payload; a collective that waits.
 
         Args:
             factor: what this rank's gradients are multiplied by in the result.
         """
         self._mine[:] = self._packing.pack(self._payload, factor / self._mean)
-        yield self._deal_out.begin()
+        self._deal_out.run()
         self._result[0] = self._packing.add_up(self._deal_out.got, self._mean)
-        yield self._collect.begin()
+        self._collect.run()
         self._packing.unpack(self._collect.got, self._payload)

@@ -2,8 +2,7 @@
 
 MPI_Allreduce of a long buffer copies it into and out of memory that the processes share, and knows sums only: a mean
 takes one more pass over it. Here the gradients lie in shared memory from the beginning. Each rank adds up one part of
-all ranks' gradients, piece by piece in its cache, scales it there, and writes it back to all of them. Of a short
-message each rank leaves a copy where all can read it, and adds up all of them itself: the ranks meet only once.
+all ranks' gradients, piece by piece in its cache, scales it there, and writes it back to all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +23,6 @@ Array = npt.NDArray[Any]
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108  a file system in memory
 PIECE_BYTES = 1 << 16
-MOST_COPIES = 8
-"""Up to so many ranks each adds up all short messages itself; that work grows with their number, MPI's more slowly."""
-FEWEST_BYTES = 1 << 11
-"""Shorter messages go by MPI, which sends them with the signal that a barrier is."""
 _LINE = 64
 _PAGE = 4096
 
@@ -80,22 +75,6 @@ def buffer(comm: Any, length: int, head: int, dtype: np.dtype[Any]) -> tuple[Arr
     weights = memory[0][: 8 * comm.Get_size()].view(np.float64)
     rank = comm.Get_rank()
     return messages[rank], SharedSum([message[head:] for message in messages], weights, rank)
-
-
-def copies(comm: Any, message: Array) -> SharedCopies | None:
-    """What adds up short messages of the ranks of one host; a collective.
-
-    Returns:
-        None, on every rank, where they have no memory in common, are too many, or the message is too short to gain.
-    """
-    if not 1 < comm.Get_size() <= MOST_COPIES or message.nbytes < FEWEST_BYTES:
-        return None
-    apart = _whole_lines(message.nbytes)
-    memory = segments(comm, 2 * apart)
-    if memory is None:
-        return None
-    turns = [[one[start : start + message.nbytes].view(message.dtype) for one in memory] for start in (0, apart)]
-    return SharedCopies(message, turns, comm)
 
 
 def _whole_lines(length: int) -> int:
@@ -180,37 +159,6 @@ class SharedSum:
                     np.add(total, term, out=total)
             for piece in pieces:
                 piece[:] = total
-
-
-class SharedCopies:
-    """Adds up the ranks' short messages from copies that all can read.
-
-    The copies have two places, used in turn: who writes to one again has met all the others since they read it.
-
-    Args:
-        message: this rank's, where the sum is put.
-        turns: for each of the two turns the places of all ranks' copies, by rank.
-        comm: of the ranks.
-    """
-
-    def __init__(self, message: Array, turns: Sequence[Sequence[Array]], comm: Any) -> None:
-        self._message, self._meet, self._quiet = message, comm.Barrier, quiet()
-        (first, second) = ((places[comm.Get_rank()], places[0], places[1], places[2:]) for places in turns)
-        self._now, self._next = first, second
-
-    def add_up(self) -> None:
-        """Put the sum of all ranks' messages into each rank's; a collective that waits."""
-        own, first, second, others = self._now
-        self._now, self._next = self._next, self._now
-        own[:] = self._message
-        self._meet()
-
-        def add_up() -> None:
-            np.add(first, second, self._message)
-            for other in others:
-                np.add(self._message, other, self._message)
-
-        self._quiet(add_up)
 
 
 def quiet() -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdkit.arrays import mpi, nccl, shared_memory
 from hvdkit.arrays import tree as arrays_tree
-from hvdkit.arrays.buffers import Leaf, Ranks, SumBuffer
+from hvdkit.arrays.sum_buffer import Leaf, Ranks, SumBuffer
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.arrays.buffers import Leaf, Ranks, SumBuffer
 from hvdkit.arrays.exit_watchdog import waits
+from hvdkit.arrays.sum_buffer import Leaf, Ranks, SumBuffer
 from hvdkit.errors import InvalidArgumentError
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from array_ranks import on_ranks
 
-from hvdkit.arrays import buffers as arrays_buffers
-from hvdkit.arrays import mpi, nccl, shared_memory
+from hvdkit.arrays import mpi, nccl, shared_memory, sum_buffer
 from hvdkit.arrays.layout import sent_as
 from hvdkit.arrays.optimizer import Reduce
 from hvdkit.errors import AgreementError, InvalidArgumentError
@@ -26,8 +25,8 @@ def threads_for_ranks(monkeypatch):
 def length(request, monkeypatch):
     """All ways: one message with its head; the head before pieces of three values, by MPI or in shared memory."""
     if request.param != "short":
-        monkeypatch.setattr(arrays_buffers, "SHORT_BYTES", 0)
-        monkeypatch.setattr(arrays_buffers, "CHUNK_BYTES", 12)
+        monkeypatch.setattr(sum_buffer, "SHORT_BYTES", 0)
+        monkeypatch.setattr(sum_buffer, "CHUNK_BYTES", 12)
         monkeypatch.setattr(shared_memory, "PIECE_BYTES", 20)
     monkeypatch.setattr(array_ranks, "ONE_HOST", [request.param == "shared"])
     return request.param

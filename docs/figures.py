@@ -79,6 +79,36 @@ def shard_state() -> None:
     plot.write(ROOT / "docs/shard_state.svg", draw)
 
 
+def slow_networks() -> None:
+    """The tables of the page: a step's time by what travels, and how fast outer steps let ranks train."""
+    rows = [
+        [cell.strip() for cell in line.strip("|\n").split("|")]
+        for line in (ROOT / "docs/slow_networks.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    begin = next(place for place, row in enumerate(rows) if row[0] == "gradients")
+    times = {row[0].replace("`", ""): float(row[3]) for row in rows[begin + 2 :][:8] if "took" not in row[0]}
+    begin = next(place for place, row in enumerate(rows) if row[0].startswith("80 MB of weights, 100 Mbit/s"))
+    shares = {row[0].replace("`", ""): float(row[2].split(" ")[0]) for row in rows[begin + 2 :][:4]}
+
+    def bars(values: dict[str, float], title: str) -> plot.Draw:
+        def draw(axes: Any) -> None:
+            axes.bar_label(axes.barh(range(len(values)), list(values.values())), padding=2)
+            axes.set_yticks(range(len(values)), list(values))
+            axes.invert_yaxis()
+            axes.set_title(title, loc="left")
+            axes.set_xlim(0, 1.12 * max(values.values()))
+
+        return draw
+
+    plot.write(
+        ROOT / "docs/slow_networks.svg",
+        bars(times, "ms a step: 80 MB of gradients, 1 Gbit/s, over Gloo"),
+        bars(shares, "rate, alone = 1: 80 MB of weights, 100 Mbit/s"),
+        size=(7.2, 5.6),
+    )
+
+
 def confusion() -> None:
     """What `hvdkit explain` named, of the jobs in docs/data."""
     words = "benchmarks/explain.py --out docs/data/explain.jsonl --minutes 0 --plot docs/explain.svg"
@@ -90,5 +120,6 @@ if __name__ == "__main__":
     plots()
     large_batch()
     shard_state()
+    slow_networks()
     confusion()
     subprocess.run([sys.executable, "tests/tools/test_watch.py"], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""An elastic training, started by test_elastic.py: python FILE OUT_DIR KILLED_AT."""
+"""An elastic training, started by test_elastic.py: python FILE OUT_DIR KILLED_AT [EVERY]."""
 
 import json
 import os
@@ -25,11 +25,12 @@ class Numbered(torch.utils.data.Dataset):
         return x, (x.sum() > 0).long(), index
 
 
-def main(out: Path, killed_at: int) -> None:
+def main(out: Path, killed_at: int, every: int | None = None) -> None:
     world = hk.init()
     hk.seed_everything(1, world)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-    optimizer = hk.distribute(torch.optim.Adam(model.parameters(), lr=hk.scale_lr(0.01, world)), model)
+    outer = {} if every is None else {"every": every, "process_set": "rank", "outer": "average"}
+    optimizer = hk.distribute(torch.optim.Adam(model.parameters(), lr=hk.scale_lr(0.01, world)), model, **outer)
     loader = hk.shard(Numbered(), world, BATCH, remainder="exact", seed=3)
     steps = hk.steps_per_epoch(SAMPLES, BATCH, world, "exact")
     schedule = hk.warmup(optimizer, world, steps, epochs=1)
@@ -60,12 +61,16 @@ def main(out: Path, killed_at: int) -> None:
                     note("killed")
                     os.kill(os.getpid(), signal.SIGKILL)
                 if state.step % COMMIT_EVERY == 0:
-                    checkpoints.save(model, optimizer, step=state.step, size_then=state.world.size)
+                    if every is None:  # a save ends the window of outer steps
+                        checkpoints.save(model, optimizer, step=state.step, size_then=state.world.size)
                     state.commit()
             while epoch == EPOCHS - 2 and state.world.size == 1:  # the last epoch is that of the rank that joins
                 time.sleep(0.2)
                 state.commit()
-        hk.check_agreement(model, optimizer, state.world, loader=state.loader)
+        if every is None:
+            hk.check_agreement(model, optimizer, state.world, loader=state.loader)
+        else:  # what Adam keeps is each rank's own
+            hk.average_weights()
 
     hk.run_elastic(train, state)
     monitor.close()
@@ -81,4 +86,4 @@ def main(out: Path, killed_at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -35,12 +35,12 @@ def elastic(ranks_command, tmp_path):
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)
 
-    def run(framework, killed_at):
+    def run(framework, *words):
         program = str(HERE / f"programs_elastic_{framework}.py")
         horovodrun, variables = ranks_command(2, "gloo")
         options = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts)]
         options += ["--blacklist-cooldown-range", "2", "5"]
-        worker = warm(framework).stub("rank_script", program, str(tmp_path), str(killed_at))
+        worker = warm(framework).stub("rank_script", program, str(tmp_path), *map(str, words))
         command = [*horovodrun, *options, *worker]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, cwd=tmp_path)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
@@ -88,3 +88,16 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, 
     if framework == "torch":  # here the root was killed, and another one writes
         last = CheckpointDirectory(tmp_path / "run").latest()
         assert last.step == ranks[0]["step"] // COMMIT_EVERY * COMMIT_EVERY and last.metadata["size_then"] == 2
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_outer_steps_go_on_when_a_worker_is_killed_and_replaced(elastic, every):
+    """In the middle of a window of outer steps; the ranks end with the same weights, and every sample is seen once."""
+    events, ranks = elastic("torch", 13, every)
+    assert [event[2] for event in events if event[0] == "enter"] == [2, 2, 1, 2, 2]
+    for rank in ranks:
+        counts = Counter((epoch, index) for epoch, indices in rank["seen"] for index in indices)
+        assert set(counts) == {(epoch, index) for epoch in range(EPOCHS) for index in range(SAMPLES)}
+        assert set(counts.values()) == {1}
+        assert rank["weights"] == ranks[0]["weights"]
+        assert {1, 2} == set(rank["sizes"])

@@ -33,17 +33,14 @@ STEPS = Steps(
     missed=0.0,
     late=500.0,
     negotiation=800.0,
-    first_setup=0.0,
     begins=np.arange(0.0, 1e7, 1e5),
 )
-BATCHES = Batches(300, 100, 100, 100, 40_000.0, 0.9, 4.0, every(5.0), every(2.5 * (1 << 20)))
+BATCHES = Batches(300, 100, 100, 40_000.0, 0.9, every(5.0), every(2.5 * (1 << 20)))
 SKEW = Skew(50, every(5000.0), [RankSkew(0, 26, every(4000.0), 300.0), RankSkew(1, 24, every(4000.0), 200.0)])
 HEALTHY = TimelineSummary(
     path="timeline.json",
     start_time_since_epoch=0,
     origin=0.0,
-    since=0.0,
-    until=1e7,
     duration=1e7,
     events=1,
     operations=2000,
@@ -54,7 +51,6 @@ HEALTHY = TimelineSummary(
     steps=STEPS,
     tensors=[reductions(1000.0, 10_000.0, f"layer.{i}", 1 << 19) for i in range(20)],
     batches=BATCHES,
-    roles={},
     cycle=every(1000.0),
     skew=SKEW,
     dropped={},
@@ -94,7 +90,6 @@ CASES = {
         "10.5 MB per step",
         "backward_passes_per_step",
     ),
-    "first-step": (steps(first=900_000.0), steps(first=260_000.0), "The first step", "Leave it out"),
     "setup": (changed(HEALTHY, setup=4e6), changed(HEALTHY, setup=1e5), "NCCL is set up", "NCCL_SOCKET_IFNAME"),
 }
 
@@ -166,29 +161,6 @@ def test_of_a_single_step_nothing_is_claimed(tmp_path, kind):
     summary = summarize(write(tmp_path / "timeline.json", once(names, kind)))
     assert summary.operations == len(names) and worth(summary) == []
     assert otherwise(summary).startswith("It cannot tell: there are no whole steps")
-
-
-def test_of_a_part_within_a_step_nothing_is_claimed_of_the_recording(tmp_path):
-    steps = [event for step in range(5) for event in allreduce(1, 1000 + 10_000 * step, 50)]
-    summary = summarize(write(tmp_path / "timeline.json", [*metadata(["w"]), *steps]), since=0.0, until=0.005)
-    assert otherwise(summary).endswith("in this part of the recording.")
-
-
-def test_an_old_horovod_that_counts_from_the_start_of_the_machine_is_read_from_that_of_the_file(tmp_path):
-    up = 9 * 24 * 3600 * 1_000_000
-    events = [{**event, "ts": event["ts"] + up} if "ts" in event else event for event in once(["a", "b", "c"])]
-    events = [event for event in events if "start_time_since_epoch_in_micros" not in event.get("args", {})]
-    path = write(tmp_path / "timeline.json", events)
-    assert 0 < summarize(path).duration < 10_000
-    assert summarize(path, until=0.0003).operations == 1 and summarize(path, since=0.0002).operations == 2
-
-
-def test_the_fusion_buffer_is_named_where_it_is_the_reason():
-    one = changed(
-        steps(bytes=100 << 20, communication=every(60_000.0)),
-        batches=replace(BATCHES, fused=100, single=0, small=0, little=0, little_time=0.0, per_step=1.0),
-    )
-    assert "HOROVOD_FUSION_THRESHOLD=16777216" in worth(one)[0].advice
 
 
 def test_names_with_braces_are_text():

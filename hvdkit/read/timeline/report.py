@@ -1,4 +1,4 @@
-"""A recording as one HTML page that needs nothing else: no network, no server, no library. The browser draws it.
+"""A recording as one HTML page that needs nothing else. The browser draws it.
 
 Everything that came from the file is text on the page: the templates escape it, the data of the script is JSON without
 any character that HTML could read, and a Content-Security-Policy allows the one script and style sheet by their hashes.
@@ -51,32 +51,25 @@ _SLACK = 1e6
 """Microseconds by which operations may be in the file before earlier ones."""
 
 
-def render_report(
-    source: str | Path | Recording,
-    *,
-    since: float | None = None,
-    until: float | None = None,
-    step: int | None = None,
-) -> str:
-    """The page as text. The numbers are those of the whole recording; a window of it is shown operation by operation.
+def render_report(source: str | Path | Recording, step: int | None = None) -> str:
+    """The page as text. The numbers are those of the whole recording; some steps are shown operation by operation.
 
     The file is read twice as a stream: memory is that of ``summarize``, and the size of the page is bounded whatever
     the size of the recording.
 
     Args:
         source: a timeline file or a recording.
-        since, until: the window, in seconds since the first event of the recording.
-        step: the window as a training step, from 0; by default a few steps of usual length.
+        step: the training step that is shown so, from 0; by default a few steps of usual length.
     Raises:
         DataError: the file cannot be read, or holds no operation of Horovod.
-        InvalidArgumentError: the recording has no such step, or a number makes no sense.
+        InvalidArgumentError: the recording has no such step.
     """
     given = source if isinstance(source, Recording) else read(source)
     columns = collect(given)
     summary = summarize(given, columns)
     if not summary.operations:
         raise nothing_in(given.path, summary)
-    lanes = _lanes(Recording(given.path), *_choose_window(summary, since, until, step), summary)
+    lanes = _lanes(Recording(given.path), *_choose_window(summary, step), summary)
     templates = jinja2.PackageLoader("hvdkit.read.timeline")
     page = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
     folder = resources.files("hvdkit.read.timeline") / "templates"
@@ -152,40 +145,17 @@ def _group_times(one: TensorSummary) -> list[float]:
     return [one.phases[group].total if group in one.phases else 0.0 for group in GROUPS]
 
 
-def _choose_window(
-    summary: TimelineSummary, since: float | None, until: float | None, step: int | None
-) -> tuple[float, float, str]:
-    """The start and the end of the part to draw, in microseconds, and in words which part that is.
-
-    Args:
-        summary: of the whole recording.
-        since, until: seconds since the first event of the recording.
-        step: a training step, from 0. Without any of the three: some steps of usual length, or everything.
-    Raises:
-        InvalidArgumentError: there is no such step, or ``since`` is not before ``until``.
-    """
+def _choose_window(summary: TimelineSummary, step: int | None) -> tuple[float, float, str]:
+    """The start and the end of the part to draw, in microseconds, and in words which part that is."""
     begins = [] if summary.steps is None else summary.steps.begins.tolist()
-    begin, end = summary.origin, summary.origin + summary.duration + 1.0
+    end = summary.origin + summary.duration + 1.0
     if step is not None:
-        if since is not None or until is not None:
-            raise InvalidArgumentError(
-                f"step is {step} and since or until is given too; expected either a step or a part in seconds."
-            )
         if step >= len(begins):
             has = f"steps 0 to {len(begins) - 1}" if begins else "no steps (no tensor is reduced three times)"
             raise InvalidArgumentError(f"step is {step}; the recording has {has}.")
         return begins[step], begins[step + 1] if step + 1 < len(begins) else end, f"step {step}"
-    if since is not None or until is not None:
-        first = begin if since is None else summary.origin + since * 1e6
-        last = end if until is None else summary.origin + until * 1e6
-        if not (math.isfinite(first) and math.isfinite(last) and first < last):
-            raise InvalidArgumentError(
-                f"since is {since} and until {until}; expected since before until, in seconds since the first event. "
-                f"The recording has operations up to {summary.duration / 1e6:.6g} s."
-            )
-        return first, last, "the part that was asked for"
     if summary.steps is None or summary.steps.duration is None or len(begins) < 3:
-        return begin, end, "the whole recording"
+        return summary.origin, end, "the whole recording"
     # the first run of steps after the first step that takes about as long as usual, or the nearest to that
     durations, usual = summary.steps.durations, summary.steps.duration.p50
     count = min(_STEPS, len(durations) - 1)
@@ -202,23 +172,11 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
 
     The script draws numbers and names only; times are microseconds since ``first``. An operation is [lane, kind, begin,
     end of negotiation or null, start, end, bytes or null, [phase, start, end, ...], last rank or null, its lateness].
-
-    Args:
-        recording: is read once.
-        first, last, chosen: of ``_choose_window``.
-        summary: of the whole recording.
-    Raises:
-        InvalidArgumentError: no operation touches the part.
     """
     longest = max(tensor.phases["whole"].max for tensor in summary.tensors)
     kept, total, cycles = _touching(recording, first, last, longest)
     shown_until = last if len(kept) <= OPERATIONS else max(kept.pop().begin, first)
     places = [f"{(time - summary.origin) / 1e6:.6f}" for time in (first, shown_until, last)]
-    if not kept:
-        raise InvalidArgumentError(
-            f"no operation between {float(places[0]):g} and {float(places[2]):g} s of {str(recording.path)!r}; it has "
-            f"operations up to {summary.duration / 1e6:.6g} s."
-        )
     lanes = {name: lane for lane, name in enumerate(dict.fromkeys(operation.tensor for operation in kept))}
     words: dict[str, int] = {}
 
@@ -253,7 +211,7 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
     if total > len(kept):
         left_out = (
             f"this part has {total:,} operations, of which the page holds the first {count}; it ends before "
-            f"{places[2]} s, where the part does. Choose a smaller part with --step, --since and --until."
+            f"{places[2]} s, where the part does. Choose one step with --step."
         )
     groups = {group_of(phase.name) for operation in kept for phase in operation.phases}
     groups |= {"negotiate"} if any(operation.negotiate_end is not None for operation in kept) else set()
@@ -279,10 +237,7 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
 def _touching(
     recording: Recording, first: float, last: float, longest: float
 ) -> tuple[list[Operation], int, list[float]]:
-    """The operations that touch a part, one more than the page holds at most, the earliest; how many do; its cycles.
-
-    The recording is a stream of which no more than these are in memory. ``longest`` is how long an operation may take.
-    """
+    """The earliest operations that touch a part, at most one more than the page holds; how many do; its cycles."""
     total, cycles = 0, list[float]()
 
     def touching() -> Iterator[Operation]:

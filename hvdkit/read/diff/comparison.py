@@ -162,8 +162,8 @@ def _changes(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings]) -> 
             medians = (intervals.median(before.samples, rng), intervals.median(after.samples, rng))
         elif min(len(before.samples), len(after.samples)) > 1:
             p_values[name] = float(np.nan_to_num(mannwhitneyu(before.samples, after.samples).pvalue, nan=1.0))
-        explains = cost(after) - cost(before)
-        found.append(Change(name, level, *medians, explains, speed, sure, before.calls, after.calls))
+        calls = {"calls_before": before.calls, "calls_after": after.calls}
+        found.append(Change(name, level, *medians, cost(after) - cost(before), speed, sure, **calls))
     if p_values:
         corrected = false_discovery_control(list(p_values.values()), method="by") < SIGNIFICANCE
         sure_by_name = dict(zip(p_values, corrected.tolist(), strict=True))
@@ -172,6 +172,7 @@ def _changes(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings]) -> 
 
 
 def _verdict(whole: Sequence[Change], parts: Sequence[Change], details: Sequence[Change]) -> str:
+    """What the last of the whole took and takes, and which part explains its change."""
     last = whole[-1]
     before, after = (one.value for one in (last.before, last.after) if one is not None)
     said = f"The {last.what} takes {duration_text(1e6 * before)} in A and {duration_text(1e6 * after)} in B"

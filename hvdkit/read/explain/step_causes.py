@@ -109,6 +109,7 @@ def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = N
 
 
 def _by_saving(whole: StepTable, launched: JobLaunch | None) -> list[Cause]:
+    """Causes, each the one that saves most in the job without those before it."""
     job, found = whole, list[Cause]()
     while len(found) < _MOST_CAUSES and job.total_s > 0.05 * whole.total_s:
         told = {cause.what for cause in found}

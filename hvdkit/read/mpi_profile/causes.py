@@ -69,6 +69,7 @@ def _of_job(
 
 
 def _large(profile: Profile, shown: RankProfile) -> Cause | None:
+    """The time of payload calls of at least 64 KiB on the shown rank."""
     rows = [row for row in shown.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL_BYTES]
     whole = measures.total(rows)
     lost = _moving(profile, shown, whole)

@@ -93,6 +93,7 @@ class Recording:
             self.dropped["operation not finished at the end"] += unfinished
 
     def _ended(self, events: Sequence[TimelineEvent]) -> list[Operation | CycleMark]:
+        """The operations that end and the cycles that start in the events that come next."""
         done: list[Operation | CycleMark] = []
         opened, dropped = self._open, self.dropped
         new_tuple = tuple.__new__  # a third of the time of Phase(...), of which there are millions

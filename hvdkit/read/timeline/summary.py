@@ -114,6 +114,7 @@ def _steps(
     in_exchanges: tuple[Floats, Floats],
     cycle: float,
 ) -> Steps | None:
+    """The steps from the rows that belong to them; None where there are none."""
     if not in_steps.any():
         return None
     own, first, per_step = np.unique(numbers[in_steps], return_index=True, return_counts=True)

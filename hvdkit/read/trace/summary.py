@@ -98,6 +98,7 @@ def one_rank(columns: TraceColumns) -> RankTrace:
 
 
 def _idle_gpu(columns: TraceColumns, sets: Sets, since: float, until: float) -> IdleGpu | None:
+    """When the GPU neither computes nor communicates in the window, and why."""
     if not columns.are(Kind.KERNEL, Kind.TRANSFER).any():
         return None
     idle = without((np.array([since]), np.array([until])), joined(sets.computation, sets.communication))

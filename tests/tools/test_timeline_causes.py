@@ -10,7 +10,7 @@ from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import summarize
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.results import Batches, RankSkew, Skew, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import Batches, Steps, TensorSummary, TimelineSummary
 
 
 def every(value, count=100):
@@ -36,7 +36,6 @@ STEPS = Steps(
     begins=np.arange(0.0, 1e7, 1e5),
 )
 BATCHES = Batches(300, 100, 100, 40_000.0, 0.9, every(5.0), every(2.5 * (1 << 20)))
-SKEW = Skew(50, every(5000.0), [RankSkew(0, 26, every(4000.0), 300.0), RankSkew(1, 24, every(4000.0), 200.0)])
 HEALTHY = TimelineSummary(
     path="timeline.json",
     start_time_since_epoch=0,
@@ -52,7 +51,7 @@ HEALTHY = TimelineSummary(
     tensors=[reductions(1000.0, 10_000.0, f"layer.{i}", 1 << 19) for i in range(20)],
     batches=BATCHES,
     cycle=every(1000.0),
-    skew=SKEW,
+    costs={0: 300.0, 1: 200.0},
     dropped={},
 )
 
@@ -65,17 +64,16 @@ def batches(**changes):
     return changed(HEALTHY, batches=replace(BATCHES, **changes))
 
 
-def late(*costs, last=25):
-    ranks = [RankSkew(rank, last, every(1000.0), cost) for rank, cost in enumerate(costs)]
-    return changed(HEALTHY, skew=Skew(50, every(5000.0), ranks))
+def late(*costs):
+    return changed(HEALTHY, costs=dict(enumerate(costs)))
 
 
 def unmeasured(**changes):
-    return changed(steps(**changes), skew=None)
+    return changed(steps(**changes), costs=None)
 
 
 CASES = {
-    "late": (late(100.0, 13_000.0, last=10), late(100.0, 1900.0), "Rank 1 comes late", "--explain-job"),
+    "late": (late(100.0, 13_000.0), late(100.0, 1900.0), "Rank 1 comes late", "--explain-job"),
     "random-late": (late(6000.0, 7000.0), late(900.0, 1000.0), "Now one rank is late", "Even out"),
     "negotiation": (steps(negotiation=11_000.0), steps(negotiation=9000.0), "the next cycle", "HOROVOD_CYCLE_TIME=0.2"),
     "small-tensors": (
@@ -122,16 +120,9 @@ def test_without_a_cause_the_limits_are_said():
     assert "collectives and negotiation from 10%" in otherwise(summary)
 
 
-@pytest.mark.parametrize("field", ["steps", "batches", "cycle", "skew"])
+@pytest.mark.parametrize("field", ["steps", "batches", "cycle", "costs"])
 def test_what_a_recording_lacks_is_no_cause(field):
     assert worth(changed(HEALTHY, **{field: None})) == []
-
-
-def test_time_is_weighed_and_not_how_often_a_rank_is_last():
-    ranks = [RankSkew(0, 32, every(1.0), 100.0), RankSkew(1, 68, every(1.0), 13_000.0)]
-    (found,) = worth(changed(HEALTHY, skew=Skew(100, every(1.0), ranks)))
-    assert (found.kind, found.ranks) == ("late", (1,))
-    assert found.lost_s == pytest.approx(0.013) and found.share == pytest.approx(0.13)
 
 
 def test_without_ticks_it_says_how_to_record_the_rank_and_with_them_it_does_not():

@@ -228,7 +228,7 @@ def test_the_page_does_not_grow_with_the_recording(tmp_path, monkeypatch):
 
 def test_a_recording_without_steps_has_a_page(tmp_path):
     page = Page(render_report(timeline(tmp_path / "t.json", ["a"], steps=1)))
-    assert "No steps were found" in page.text and "not available: record with" in page.text
+    assert "No steps were found" in page.text and "not known: record with" in page.text
     assert len(page.lanes["operations"]) == 1
 
 

@@ -52,15 +52,6 @@ def test_the_public_run_on_8_ranks_is_recognised():
     assert biggest.shape == (9216, 128)
 
 
-def test_rank_skew_is_that_of_the_ticks_in_the_file():
-    events = json.loads(ATPESC.read_text())
-    summary = summarize(ATPESC)
-    ranks = {int(e["name"]) for e in events if e["ph"] == "X"}
-    assert {rank.rank for rank in summary.skew.ranks} == ranks == set(range(8))
-    assert summary.skew.operations == sum(e["ph"] == "X" for e in events) // 8
-    assert summary.missed == 59
-
-
 class Writer:
     """Writes steps of a model of equal tensors, all times in microseconds."""
 
@@ -236,17 +227,14 @@ def test_ticks_belong_to_the_operation_that_began_first_not_to_the_one_that_ende
     assert [one for one in late if one[0] == "long"] == [("long", 0, 0), ("long", 1, 700)]
 
 
-def test_ranks_that_are_ready_together_are_not_ordered(tmp_path):
-    summary = steps_of(Writer(), ticks={0: 0, 1: 2, 2: 4}).summary(tmp_path)
-    assert [rank.last for rank in summary.skew.ranks] == [0, 0, 0]
-
-
-def test_skew_is_not_guessed(tmp_path, capsys):
-    steps_of(Writer()).summary(tmp_path)
-    assert summarize(tmp_path / "timeline.json").skew is None
+def test_late_ranks_are_those_of_the_ticks_and_else_not_guessed(tmp_path, capsys):
+    assert steps_of(Writer(), ticks={0: 0, 1: 2, 2: 4}).summary(tmp_path).costs == {0: 0, 1: 0, 2: 0}, "together"
+    assert steps_of(Writer(), ticks={0: 0, 1: 200, 2: 4000}).summary(tmp_path).costs == {0: 0, 1: 0, 2: 3800}
     assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
-    out = capsys.readouterr().out
-    assert "not available" in out and "--cache-capacity 0" in out
+    assert "rank 2 costs a step 3.80 ms" in capsys.readouterr().out
+    assert steps_of(Writer()).summary(tmp_path).costs is None
+    assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
+    assert "--cache-capacity 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["", "[]", "hello", "\x1f\x8b", '[{"ph": "B"}]'])
@@ -265,7 +253,7 @@ def test_the_command_prints_text_and_json(capsys):
     assert run(["timeline", "summary", str(ATPESC), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert len(values["tensors"]) == 58
-    assert values["skew"]["operations"] == 59
+    assert (values["ranks"], values["missed"], values["costs_s"]) == (8, 59, None)
     assert values["steps"]["count"] == 154 and "begins" not in values["steps"]
     whole = values["tensors"][0]["phases_s"]["whole"]
     found = summarize(ATPESC)

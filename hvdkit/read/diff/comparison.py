@@ -162,8 +162,9 @@ def _changes(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings]) -> 
             medians = (intervals.median(before.samples, rng), intervals.median(after.samples, rng))
         elif min(len(before.samples), len(after.samples)) > 1:
             p_values[name] = float(np.nan_to_num(mannwhitneyu(before.samples, after.samples).pvalue, nan=1.0))
-        calls = {"calls_before": before.calls, "calls_after": after.calls}
-        found.append(Change(name, level, *medians, cost(after) - cost(before), speed, sure, **calls))
+        explains = cost(after) - cost(before)
+        one = Change(name, level, *medians, explains, speed, sure)
+        found.append(replace(one, calls_before=before.calls, calls_after=after.calls))
     if p_values:
         corrected = false_discovery_control(list(p_values.values()), method="by") < SIGNIFICANCE
         sure_by_name = dict(zip(p_values, corrected.tolist(), strict=True))

@@ -65,8 +65,8 @@ def _setup(summary: TimelineSummary) -> Cause | None:
 
 def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     """The ranks that the others wait for, by the ticks of the timeline; some rank, where it has no ticks."""
-    costs = {rank.rank: rank.cost for rank in summary.skew.ranks if rank.cost is not None} if summary.skew else {}
-    if not costs:
+    costs = summary.costs
+    if costs is None:
         if not steps.late:
             return None
         evidence = f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle"

@@ -113,7 +113,7 @@ def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     def of_all(time: float, what: str) -> str:
         return f"{duration_text(time)} ({share_text(time / (summary.duration or 1.0))}) {what}"
 
-    steps, batches, skew = summary.steps, summary.batches, summary.skew
+    steps, batches = summary.steps, summary.batches
     ranks = summary.ranks or "unknown number of"
     operations = f"{summary.operations} operations on {len(summary.tensors)} tensors, {ranks} ranks"
     communication = of_all(summary.communication, "in collectives")
@@ -136,16 +136,12 @@ def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
         found.append(("exchanges", f"{text}, {batches.single} of one tensor"))
     if summary.cycle is not None:
         found.append(("cycles", f"{summary.cycle.count}: {_percentiles(summary.cycle)}"))
-    if skew is None:
-        late = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: --cache-capacity 0)"
+    if summary.costs is None:
+        late = "not known: record with hvdkit launch --timeline FILE --skew (horovodrun: --cache-capacity 0)"
     else:
-        slow = max(skew.ranks, key=lambda rank: rank.last)
-        late = (
-            f"in {skew.operations} measured operations the last rank came {duration_text(skew.spread.p50)} after the "
-            f"first (median; max {duration_text(skew.spread.max)}); rank {slow.rank} was alone the last in {slow.last} "
-            "of them"
-        )
-    found.append(("rank skew", late))
+        most = sorted(summary.costs.items(), key=lambda pair: -pair[1])[:4]
+        late = ", ".join(f"rank {rank} costs a step {duration_text(cost)}" for rank, cost in most)
+    found.append(("late ranks", late))
     dropped = ", ".join(f"{count} x {reason}" for reason, count in summary.dropped.items())
     found.append(("dropped", f"{dropped} (of {summary.events} events)" if dropped else "nothing"))
     return found

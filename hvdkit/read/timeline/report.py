@@ -93,10 +93,10 @@ def render_report(source: str | Path | Recording, step: int | None = None) -> st
         facts=[
             (label.strip().capitalize(), *text.partition(", ")[::2])
             for label, text in said.items()
-            if label not in ("rank skew", "dropped")
+            if label not in ("late ranks", "dropped")
         ],
         notes=[
-            f"Rank skew: {said['rank skew']}.",
+            f"Late ranks: {said['late ranks']}.",
             *([f"Not used: {said['dropped']}."] if any(summary.dropped.values()) else []),
         ],
         otherwise=otherwise(summary),

@@ -11,9 +11,6 @@ from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import Cause
 from hvdkit.read.timeline.measures import Distribution
 
-TOGETHER = 100.0
-"""Microseconds within which ranks were ready together: rank 0 writes what it hears in a cycle one after the other."""
-
 
 @dataclass(frozen=True)
 class TensorSummary:
@@ -94,41 +91,8 @@ class Batches:
     bytes: Distribution | None
 
 
-@dataclass(frozen=True)
-class RankSkew:
-    """How late one rank announced its tensors, after the first rank to do so.
-
-    Attributes:
-        rank: its number.
-        last: in how many operations it came after all others, by more than TOGETHER.
-        late: by how much.
-        cost: for which it keeps the others waiting in a step, on average (``lateness.costs``); None where too few steps
-            were measured.
-    """
-
-    rank: int
-    last: int
-    late: Distribution
-    cost: float | None = None
-
-
-@dataclass(frozen=True)
-class Skew:
-    """Which rank was late, measured where Horovod wrote it: in operations that were not in the response cache.
-
-    Attributes:
-        operations: how many.
-        spread: from the first rank to the last.
-        ranks: each of them.
-    """
-
-    operations: int
-    spread: Distribution
-    ranks: list[RankSkew]
-
-
 _TIMES = (
-    "origin duration communication setup idle first negotiation late cost spread little_time cycle phases "
+    "origin duration communication setup idle first negotiation late costs little_time cycle phases "
     "start_time_since_epoch"
 )
 
@@ -149,7 +113,8 @@ class TimelineSummary(Document, frozen=True):
         steps, batches: of the training and its exchanges; None where there are none.
         tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
-        skew: None when nothing in the recording says which rank was late.
+        costs: rank to the time of a step for which it keeps the others waiting, on average (``lateness.costs``); None
+            where too few operations say which rank was late.
         dropped: reason to number of events that could not be used.
         causes: what costs time in it, the one that costs the largest share first.
     """
@@ -174,6 +139,6 @@ class TimelineSummary(Document, frozen=True):
     tensors: list[TensorSummary]
     batches: Batches | None
     cycle: Distribution | None
-    skew: Skew | None
+    costs: dict[int, float] | None
     dropped: dict[str, int]
     causes: tuple[Cause, ...] = ()

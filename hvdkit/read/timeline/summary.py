@@ -19,7 +19,7 @@ from hvdkit.read.timeline.columns import TimelineColumns, collect, exchanges
 from hvdkit.read.timeline.measures import distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.timeline.results import TOGETHER, Batches, RankSkew, Skew, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import Batches, Steps, TensorSummary, TimelineSummary
 
 
 def summarize(source: str | Path | Recording, columns: TimelineColumns | None = None) -> TimelineSummary:
@@ -56,7 +56,7 @@ def summarize(source: str | Path | Recording, columns: TimelineColumns | None = 
         tensors=sorted(tensors, key=lambda tensor: -tensor.phases["whole"].total),
         batches=_batches(columns),
         cycle=cycle,
-        skew=_skew(columns, _costs(columns, numbers, in_steps, usual_cycle)),
+        costs=_costs(columns, numbers, in_steps, usual_cycle),
         dropped={reason: count for reason, count in columns.dropped.items() if count},
     )
     return structs.replace(found, causes=tuple(by_cost(causes(found))))
@@ -164,10 +164,11 @@ def _batches(columns: TimelineColumns) -> Batches | None:
 
 def _costs(
     columns: TimelineColumns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_], cycle: float
-) -> dict[int, float]:
-    """Rank to microseconds of a step for which it keeps the others waiting; empty where too few steps were measured.
+) -> dict[int, float] | None:
+    """See ``TimelineSummary.costs``.
 
-    Of a step counts how late a rank is with half of its tensors; what is within two cycles is not its doing.
+    Horovod writes when a rank was ready for operations that are not in the response cache. Of a step counts how late a
+    rank is with half of its tensors; what is within two cycles is not its doing.
     """
     first, *later = np.unique(numbers[in_steps]).tolist() or [0]
     steps, rows = np.array(later), columns.tick_row
@@ -178,25 +179,6 @@ def _costs(
     own = late.reshape(len(steps), len(ranks)).T
     own = own[:, ~np.isnan(own).any(axis=0)]
     if len(ranks) < 2 or own.shape[1] < max(3, len(steps) // 2):
-        return {}
+        return None
     own[:, own.max(axis=0) - own.min(axis=0) <= 2 * cycle] = 0
     return dict(zip(ranks.tolist(), lateness.costs(own).tolist(), strict=True))
-
-
-def _skew(columns: TimelineColumns, costs: dict[int, float]) -> Skew | None:
-    if not len(columns.tick_row):
-        return None
-    order = np.lexsort((columns.tick_late, columns.tick_row))
-    row, rank, late = columns.tick_row[order], columns.tick_rank[order], columns.tick_late[order]
-    last = np.concatenate((row[1:] != row[:-1], [True]))
-    several = np.concatenate(([False], row[1:] == row[:-1])) & last
-    alone = several & (np.diff(late, prepend=0.0) > TOGETHER)
-    spread = distribution(late[several])
-    if spread is None:
-        return None
-    ranks = []
-    for one in np.unique(rank):
-        own = distribution(late[rank == one])
-        if own is not None:
-            ranks.append(RankSkew(int(one), int((rank[alone] == one).sum()), own, costs.get(int(one))))
-    return Skew(operations=int(several.sum()), spread=spread, ranks=ranks)

@@ -45,10 +45,6 @@ _POINTS = 400
 """How many steps are drawn one by one; of more, the shortest, the middle and the longest of each stretch."""
 _STEPS = 3
 """How many steps are drawn operation by operation when no part is chosen."""
-_CYCLES, _PHASES, _TICKS = 4000, 64, 64
-"""How many marks of cycles the page holds, and of each operation how many phases and ranks."""
-_SLACK = 1e6
-"""Microseconds by which operations may be in the file before earlier ones."""
 
 
 def render_report(source: str | Path | Recording, step: int | None = None) -> str:
@@ -173,8 +169,19 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
     The script draws numbers and names only; times are microseconds since ``first``. An operation is [lane, kind, begin,
     end of negotiation or null, start, end, bytes or null, [phase, start, end, ...], last rank or null, its lateness].
     """
-    longest = max(tensor.phases["whole"].max for tensor in summary.tensors)
-    kept, total, cycles = _touching(recording, first, last, longest)
+    total, cycles = 0, list[float]()
+
+    def touching() -> Iterator[Operation]:
+        nonlocal total
+        for item in recording.items():
+            if isinstance(item, CycleMark):
+                if first <= item.time <= last and len(cycles) < OPERATIONS:
+                    cycles.append(item.time)
+            elif item.begin < last and item.end >= first:
+                total += 1
+                yield item
+
+    kept = heapq.nsmallest(OPERATIONS + 1, touching(), key=lambda operation: operation.begin)
     shown_until = last if len(kept) <= OPERATIONS else max(kept.pop().begin, first)
     places = [f"{(time - summary.origin) / 1e6:.6f}" for time in (first, shown_until, last)]
     lanes = {name: lane for lane, name in enumerate(dict.fromkeys(operation.tensor for operation in kept))}
@@ -189,9 +196,9 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
     operations = []
     for operation in kept:
         phases: list[float] = []
-        for phase in sorted(operation.phases[:_PHASES], key=lambda one: one.start):
+        for phase in sorted(operation.phases, key=lambda one: one.start):
             phases += (word(phase.name), after(phase.start), after(phase.end))
-        late = sorted(operation.ticks.items(), key=lambda tick: tick[1])[-_TICKS:]
+        late = sorted(operation.ticks.items(), key=lambda tick: tick[1])
         operations.append(
             [
                 lanes[operation.tensor],
@@ -213,8 +220,6 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
             f"this part has {total:,} operations, of which the page holds the first {count}; it ends before "
             f"{places[2]} s, where the part does. Choose one step with --step."
         )
-    groups = {group_of(phase.name) for operation in kept for phase in operation.phases}
-    groups |= {"negotiate"} if any(operation.negotiate_end is not None for operation in kept) else set()
     return {
         "data": {
             "origin": round(first - summary.origin, 1),
@@ -230,30 +235,7 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
         f"on {tensors} tensors. One lane per tensor; grey is time of an operation outside of its phases.",
         "left_out": left_out,
         "label": f"{count} operations of {tensors} tensors, {chosen}.",
-        "groups": [(index, group) for index, group in enumerate(GROUPS) if group in groups],
     }
-
-
-def _touching(
-    recording: Recording, first: float, last: float, longest: float
-) -> tuple[list[Operation], int, list[float]]:
-    """The earliest operations that touch a part, at most one more than the page holds; how many do; its cycles."""
-    total, cycles = 0, list[float]()
-
-    def touching() -> Iterator[Operation]:
-        nonlocal total
-        for item in recording.items():
-            if isinstance(item, CycleMark):
-                if first <= item.time <= last and len(cycles) < _CYCLES:
-                    cycles.append(item.time)
-            elif item.end > last + longest + _SLACK:
-                return  # the file is in order of time: no operation follows that began before ``last``
-            elif item.begin < last and item.end >= first:
-                total += 1
-                yield item
-
-    kept = heapq.nsmallest(OPERATIONS + 1, touching(), key=lambda operation: operation.begin)
-    return kept, total, cycles
 
 
 def _shown_name(name: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
 import io
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,11 @@ _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())
 def run(command: click.Command, argv: Sequence[str], name: str) -> int:
     """Run one command line and return its exit status; a user's mistake is one sentence on stderr."""
     try:
-        status: Any = command.main(args=list(argv), prog_name=name, standalone_mode=False)
+        with command.make_context(name, list(argv)) as context:
+            status: Any = command.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        status = error.exit_code
     except click.UsageError as error:
         if isinstance(error, _HELP):
             click.echo(error.format_message())
@@ -51,7 +53,10 @@ def run(command: click.Command, argv: Sequence[str], name: str) -> int:
         return _fail(str(error), error.exit_code)
     except MemoryError:
         return _fail("The memory does not suffice; give smaller files, or run it where there is more.", 1)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        # a reader that has enough, as head has, is no failure; rich makes an exit of it
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         _forget_output()
         return 0
     except OSError as error:
@@ -72,15 +77,6 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-@contextlib.contextmanager
-def _enough() -> Iterator[None]:
-    """A reader of the output that has enough, as head has, is no failure; click alone would make it status 1."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise click.exceptions.Exit(0) from None
-
-
 class LazyGroup(click.Group):
     """A group made of a table.
 
@@ -93,16 +89,6 @@ class LazyGroup(click.Group):
     table: Mapping[str, tuple[str, str]] = {}
     sections: Mapping[str, Mapping[str, tuple[str, str]]] = {}
     moved: Mapping[str, str] = {}
-
-    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        """Read the words of a command line."""
-        with _enough():
-            return super().make_context(*arguments, **options)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that they name."""
-        with _enough():
-            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Names, in the order of the table."""

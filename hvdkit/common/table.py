@@ -130,17 +130,9 @@ class Page:
                 console.print(part if isinstance(part, Text) else Text(readable(part or "")), soft_wrap=True)
 
 
-class _Console(Console):
-    """Where a reader of the output has enough, as head has, the command line ends well; rich alone ends it with 1."""
-
-    def on_broken_pipe(self) -> None:
-        """Leave it to the command line."""
-        raise BrokenPipeError
-
-
 def console(*, stderr: bool = False) -> Console:
     """Standard output or error; where it is no terminal, wide enough for whole tables unless COLUMNS is set."""
-    made = _Console(stderr=stderr, highlight=False, markup=False)
+    made = Console(stderr=stderr, highlight=False, markup=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = WIDE
     return made

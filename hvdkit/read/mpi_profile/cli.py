@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -145,6 +145,16 @@ def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
     elapsed = "" if shown.seconds is None else f" of {shown.seconds:.3f} s"
     library = f", {profile.library}" if profile.library else ""
     first = verdict(found.causes, otherwise(shown))
+    purposes = [
+        (
+            name,
+            one.calls,
+            None if one.bytes is None else bytes_text(one.bytes),
+            f"{one.seconds:.3f}",
+            share_text(one.seconds / shown.mpi_seconds) if shown.mpi_seconds > 0 else None,
+        )
+        for name, one in found.traffic.items()
+    ]
     parts: list[Table | str] = [
         *first,
         *([UNSEEN] if shown.horovod and len(first) > 1 else []),
@@ -152,8 +162,8 @@ def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
         f"Rank {shown.rank} of {profile.size} ({len(profile.ranks)} recorded by {profile.source}{library}): "
         f"{shown.mpi_seconds:.3f} s{elapsed} in MPI",
         _routines(found, several=len(profile.ranks) > 1),
-        Table.of([one for one in found.sizes if one.bytes], _SIZES, _SIZES_LEFT, "By size of a call"),
-        _purposes(found.traffic, shown.mpi_seconds),
+        Table.of([one for one in found.sizes if one.bytes], _SIZES, list(_SIZES)[:3], "By size of a call"),
+        Table("What it was for", ("purpose", "#calls", "bytes", "time (s)", "share"), purposes, ("purpose",)),
     ]
     if len(profile.mpi_seconds) > 1 and found.mpi_seconds is not None:
         over = found.mpi_seconds
@@ -185,7 +195,6 @@ def _routines(found: ShownProfile, *, several: bool) -> Table:
 
 
 def _range(one: measures.Size) -> str:
-    """One size, a range, or an average."""
     if one.least_bytes is None or one.most_bytes is None:
         return f"{one.average_bytes or 0:.1f}"
     if one.least_bytes == one.most_bytes:
@@ -205,15 +214,3 @@ _SIZES: dict[str, Callable[[measures.Size], object]] = {
         None if one.bus_bytes_per_s is None or one.purpose == CONTROL else f"{bytes_text(one.bus_bytes_per_s)}/s"
     ),
 }
-_SIZES_LEFT = ("MPI routine", "purpose", "bytes")
-
-
-def _purposes(traffic: Mapping[str, measures.Sums], whole: float) -> Table:
-    cells: dict[str, Callable[[tuple[str, measures.Sums]], object]] = {
-        "purpose": lambda row: row[0],
-        "#calls": lambda row: row[1].calls,
-        "bytes": lambda row: None if row[1].bytes is None else bytes_text(row[1].bytes),
-        "time (s)": lambda row: f"{row[1].seconds:.3f}",
-        "share": lambda row: share_text(row[1].seconds / whole) if whole > 0 else None,
-    }
-    return Table.of(list(traffic.items()), cells, title="What it was for")

@@ -104,26 +104,20 @@ def _read_ours(files: Sequence[tuple[Path, str]]) -> Profile:
         calls = _calls(file)
         rank = RankProfile(file.rank, file.state, file.seconds, sum(row.seconds for row in calls), calls)
         parts.append((path, file.size, rank))
-    notes = _notes([file for _, file in of_job], len(found) - len(of_job))
-    return of_ranks(HVDKIT, parts, {}, notes, newest.library)
-
-
-def _notes(files: Sequence[RankFile], older: int) -> list[str]:
     notes = []
-    if older:
+    if older := len(found) - len(of_job):
         notes.append(f"{count_text(older, 'file')} of an earlier job in the same directory left out.")
     for state, what in (
         ("running", "was killed, or still ran: its record ends up to a minute before its end"),
         ("exited", "ended without MPI_Finalize"),
         ("aborted", "called MPI_Abort"),
     ):
-        ranks = [str(file.rank) for file in files if file.state == state]
+        ranks = [str(file.rank) for _, file in of_job if file.state == state]
         if ranks:
             notes.append(f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(ranks)} {what}.")
-    lost = sum(file.lost for file in files)
-    if lost:
+    if lost := sum(file.lost for _, file in of_job):
         notes.append(f"{lost} calls were not recorded: more than 512 kinds of calls on a rank.")
-    return notes
+    return of_ranks(HVDKIT, parts, {}, notes, newest.library)
 
 
 def _calls(file: RankFile) -> tuple[Calls, ...]:

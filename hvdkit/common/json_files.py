@@ -73,13 +73,14 @@ def in_seconds(value: Any, times: frozenset[str], unit_s: float, *, scaled: bool
     """Plain values without arrays, with times in seconds.
 
     Args:
-        value: made of dataclasses, dicts, lists and plain values.
+        value: made of dataclasses, with the properties that they name in ``also``, dicts, lists and plain values.
         times: names of fields that are times; ``_s`` takes the place of a unit at their end, or is added.
         unit_s: seconds of their unit.
         scaled: ``value`` is such a time: all fractions in it are.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        value = {name: getattr(value, name) for name in (*names, *getattr(value, "also", ()))}
     if isinstance(value, Mapping):
         return {
             name_in_seconds(name) if name in times else name: in_seconds(

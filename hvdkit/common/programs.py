@@ -7,17 +7,20 @@ import os
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any, cast
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 PATIENCE_SECONDS = 120
 """On a slow parallel file system a wrapper or a small compilation may take seconds; what takes longer is broken."""
 _VERSION_SECONDS = 30
+LONGEST = 1 << 20
+"""Bytes of an answer; who says more is broken too."""
 _MPI_VERSIONS = (
     ("Open MPI", r"^Open MPI v([\d.]+\w*)"),
     ("Open MPI", r"\((?:Open MPI|OpenRTE)\) ([\d.]+\w*)"),
@@ -87,16 +90,34 @@ def ask(
         )
     except OSError as error:
         return Answer(f"{argv[0]} cannot be run: {error.strerror}", ok=False)
+    said, status = _hear(process, stdin.encode(), seconds)
+    if status == -signal.SIGKILL and len(said) < LONGEST:
+        return Answer(f"{argv[0]} did not answer within {seconds:g} s", ok=False, ended=False)
+    return Answer(said.decode(errors="replace"), ok=status == 0)
+
+
+def _hear(process: subprocess.Popen[bytes], stdin: bytes, seconds: float) -> tuple[bytes, int]:
+    """What a process says and its exit status; it is killed when it takes too long, or says too much."""
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    patience = threading.Timer(seconds, end)
+    patience.start()
     with process:
         try:
-            said, _ = process.communicate(stdin.encode(), seconds)
-        except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return Answer(f"{argv[0]} did not answer within {seconds:g} s", ok=False, ended=False)
-    return Answer(said.decode(errors="replace"), ok=process.returncode == 0)
+            with contextlib.suppress(BrokenPipeError), cast(IO[bytes], process.stdin) as asked:
+                asked.write(stdin)
+            said = cast(IO[bytes], process.stdout).read(LONGEST)
+            if len(said) == LONGEST:
+                end()
+            return said, process.wait()
+        except BaseException:
+            end()
+            raise
+        finally:
+            patience.cancel()
 
 
 def identify_mpi(text: str) -> tuple[str, str]:

@@ -113,6 +113,10 @@ def fields(cls, document):
         timed = field.name in document.times
         name = name_in_seconds(field.encode_name) if timed else field.encode_name
         yield name, field.type, timed, say.get(field.name, "")
+    for name in getattr(cls, "also", ()):
+        text = inspect.getdoc(getattr(cls, name)) or ""
+        timed = name in document.times
+        yield name_in_seconds(name) if timed else name, None, timed, " ".join(text.split()).rstrip(".")
 
 
 def table(cls, document, nested):

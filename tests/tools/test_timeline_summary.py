@@ -122,6 +122,13 @@ def gpu_batch(tensors, start, wait, wire, pids):
     return events + [{"ph": "E", "ts": now, "pid": pids[name], "args": args} for name in tensors]
 
 
+def test_phases_of_one_kind_add_up(tmp_path):
+    names = {0: "ALLREDUCE", 1: "MEMCPY_IN_HOST_BUFFER", 3: "", 5: "MEMCPY_IN_FUSION_BUFFER", 9: "", 20: ""}
+    events = [{"ph": "B" if name else "E", "name": name, "ts": at, "pid": 1} for at, name in names.items()]
+    (tmp_path / "timeline.json").write_text(json.dumps(events))
+    assert summarize(tmp_path / "timeline.json").tensors[0].phases["memcpy in"].total == 2 + 4
+
+
 @pytest.mark.parametrize("wire", [100, 0])
 def test_a_batch_on_a_gpu_may_start_before_the_collective_of_the_one_before(tmp_path, wire):
     pids = {name: number for number, name in enumerate("abcd", start=1)}

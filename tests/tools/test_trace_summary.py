@@ -42,7 +42,7 @@ def test_ddp_on_cpus(tmp_path):
     )  # fmt: skip
     assert found.notes == ()
     assert [one.number for one in found.steps] == [5]
-    check(found.steps[0], begin=0, duration=100, computation=59, exposed=21, data=10)
+    check(found.steps[0], duration=100, computation=59, exposed=21, data=10)
 
 
 def test_the_wait_for_horovod_is_exposed_and_said_to_be_all_that_is_seen(tmp_path):

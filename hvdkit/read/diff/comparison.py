@@ -114,10 +114,8 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
             f"The two {common[0]} have nothing in common that can be compared: {printable(names[0])} in A and "
             f"{printable(names[1])} in B; give two that were recorded alike."
         )
-    whole, parts, details = (
-        _changes(level, getattr(first, name), getattr(second, name))
-        for level, name in (("whole", "whole"), ("part", "parts"), ("detail", "details"))
-    )
+    whole = _changes("whole", first.whole, second.whole)
+    parts, details = _changes("part", first.parts, second.parts), _changes("detail", first.details, second.details)
     below: tuple[str, ...] = ()
     if fail_below is not None:  # slower with the whole interval; without one, by its value
         speeds = {change.what: change.speed for change in whole if change.speed is not None}

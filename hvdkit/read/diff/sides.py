@@ -37,8 +37,6 @@ _MONITORED = ("step", "input", "compute", "wait")
 _US = 1e-6
 _LEFT_OUT = ("ranks", "repeats", "seed")
 """Of what was asked of a bench: they change how sure its result is, not what was measured."""
-_Measured = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
-_Head = Annotated[int, msgspec.Meta(ge=2, le=2)]
 T = TypeVar("T")
 Sources = Mapping[str, Sequence[Path]]
 """Files by what they are (``explain.sources``)."""
@@ -233,7 +231,7 @@ def _median(values: Iterable[float], calls: Iterable[int] | None = None) -> Timi
 
 class _Steps(msgspec.Struct):
     count: Positive
-    step_s: _Measured
+    step_s: Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
     parts: dict[str, Seconds | None]
 
 
@@ -295,7 +293,6 @@ class _Plan(msgspec.Struct):
 
 class _Sample(msgspec.Struct):
     trial: Whole
-    index: Whole
     size: Whole
     skew_s: Seconds
     transfer_s: Seconds
@@ -303,7 +300,7 @@ class _Sample(msgspec.Struct):
 
 
 class _Emulated(msgspec.Struct):
-    schema: _Head
+    schema: Annotated[int, msgspec.Meta(ge=2, le=2)]
     asked: dict[str, Any]
     environment: dict[str, Any]
     plan: _Plan

@@ -80,13 +80,11 @@ class TraceStep:
 
     Attributes:
         number: its own.
-        begin: after the beginning of the window.
-        duration: until its end.
+        duration: from its beginning to its end.
         computation, exposed, data: what was in it, as in ``TraceTimes``.
     """
 
     number: int
-    begin: float
     duration: float
     computation: float
     exposed: float
@@ -127,7 +125,7 @@ class RankTrace:
 
 
 _TIMES = (
-    "self_ms window computation communication overlapped exposed data exposed_data copies other begin duration waiting "
+    "self_ms window computation communication overlapped exposed data exposed_data copies other duration waiting "
     "cost idle loading copying synchronising launching"
 )
 TIMES = frozenset(_TIMES.split())

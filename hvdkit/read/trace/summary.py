@@ -46,7 +46,7 @@ def summarize(paths: Sequence[str | Path]) -> TraceSummary:
     for path in files_of(paths):
         columns = collect(path)
         one = one_rank(columns)
-        found.append((one, _collectives(columns, one.steps, window_of(columns)[0])))
+        found.append((one, _collectives(columns)))
     found.sort(key=lambda pair: (pair[0].rank is None, pair[0].rank or 0))
     _require_one_run([rank for rank, _ in found])
     ranks, note = _compared(found)
@@ -74,7 +74,7 @@ def one_rank(columns: TraceColumns) -> RankTrace:
     """What one trace holds."""
     since, until = window_of(columns)
     sets = Sets(columns)
-    steps = _steps(columns, sets, since)
+    steps = _steps(columns, sets)
     notes = [] if steps else [NO_STEPS]
     if sets.only_waits:
         notes.append(HIDDEN)
@@ -190,7 +190,7 @@ def step_windows(columns: TraceColumns) -> list[tuple[int, float, float]]:
     return found
 
 
-def _steps(columns: TraceColumns, sets: Sets, since: float) -> tuple[TraceStep, ...]:
+def _steps(columns: TraceColumns, sets: Sets) -> tuple[TraceStep, ...]:
     windows = step_windows(columns)
     if not windows:
         return ()
@@ -198,7 +198,7 @@ def _steps(columns: TraceColumns, sets: Sets, since: float) -> tuple[TraceStep, 
     exposed = without(sets.communication, sets.computation)
     parts = [covered(part, starts, ends) / 1e3 for part in (sets.computation, exposed, sets.data)]
     return tuple(
-        TraceStep(number, (start - since) / 1e3, (end - start) / 1e3, *(float(part[index]) for part in parts))
+        TraceStep(number, (end - start) / 1e3, *(float(part[index]) for part in parts))
         for index, (number, start, end) in enumerate(windows)
     )
 
@@ -275,7 +275,7 @@ def self_times(columns: TraceColumns) -> Floats:
     return own
 
 
-def _collectives(columns: TraceColumns, steps: Sequence[TraceStep], since: float) -> _Waits:
+def _collectives(columns: TraceColumns) -> _Waits:
     """The collectives of one rank in its steps, which its peers have under the same key.
 
     What ends on all ranks together: kernels that communicate, else Gloo's and MPI's, else hvdkit's waits.
@@ -283,14 +283,15 @@ def _collectives(columns: TraceColumns, steps: Sequence[TraceStep], since: float
     waits = np.array([name.startswith("hvdkit:") for name in columns.names], bool)[columns.name]
     meets = (columns.are(Kind.TRANSFER), columns.are(Kind.BACKGROUND), columns.are(Kind.CALL) & waits)
     rows = np.flatnonzero(next((kind for kind in meets if kind.any()), meets[-1]))
-    begins = np.array([step.begin * 1e3 + since for step in steps])
+    windows = step_windows(columns)
+    begins = np.array([start for _, start, _ in windows])
     counts: Counter[tuple[int, str]] = Counter()
     times: _Waits = {}
     for row in rows[np.argsort(columns.start[rows], kind="stable")].tolist():
         at = int(np.searchsorted(begins, columns.start[row] + 1e-3, side="right")) - 1
-        if steps and at < 0:
+        if windows and at < 0:
             continue
-        key = (steps[at].number if steps else 0), columns.names[int(columns.name[row])]
+        key = (windows[at][0] if windows else 0), columns.names[int(columns.name[row])]
         counts[key] += 1
         times[*key, counts[key]] = float(columns.end[row] - columns.start[row]) / 1e3
     return times

@@ -121,7 +121,7 @@ def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
         communication = f"{communication}, " + of_all(summary.setup, "in NCCL's set-up")
     found = [("recording", f"{duration_text(summary.duration)}, {operations}"), ("communication", communication)]
     if steps is None:
-        found.append(("steps", "none found: no tensor is reduced three times"))
+        found.append(("steps", "none found: no gradient is reduced three times"))
     else:
         size = "unknown size" if steps.bytes is None else bytes_text(steps.bytes)
         found.append(("steps", f"{steps.count} of {steps.tensors} tensors, {size} each"))

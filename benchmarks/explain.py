@@ -180,7 +180,7 @@ def recordings(seeds):
                 first = found.causes[0] if found.causes else None
                 named_right.append(first is not None and (first.kind, first.ranks) == (kind, ranks))
                 if named_right[-1]:
-                    saved = first.lost_s * (found.steps if first.per_step else 1)
+                    saved = first.lost_s * (found.job.steps if first.per_step else 1)
                     ratios.append(saved / (took - without))
         worst = max(ratios, key=lambda one: abs(one - 1), default=float("nan"))
         middle = statistics.median(ratios) if ratios else float("nan")

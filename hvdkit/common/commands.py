@@ -1,20 +1,14 @@
-"""What the command lines share: groups that import a command when it is called, and readers of options.
-
-Why this room exists: ``hvdkit`` itself and those of its commands that have subcommands work the same way, and
-``--help`` stays fast.
-"""
+"""What the command lines share: groups that import a command when it is called, so that ``--help`` is fast; options."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
 import io
 import math
 import os
-import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -40,16 +34,13 @@ _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 def run(command: click.Command, argv: Sequence[str], name: str) -> int:
-    """Run one command line and return its exit status; a user's mistake is one sentence on stderr.
-
-    Args:
-        command: what is run.
-        argv: its words.
-        name: how it is called.
-    """
+    """Run one command line and return its exit status; a user's mistake is one sentence on stderr."""
     try:
-        status: Any = command.main(args=list(argv), prog_name=name, standalone_mode=False)
+        with command.make_context(name, list(argv)) as context:
+            status: Any = command.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        status = error.exit_code
     except click.UsageError as error:
         if isinstance(error, _HELP):
             click.echo(error.format_message())
@@ -62,13 +53,13 @@ def run(command: click.Command, argv: Sequence[str], name: str) -> int:
         return _fail(str(error), error.exit_code)
     except MemoryError:
         return _fail("The memory does not suffice; give smaller files, or run it where there is more.", 1)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        # a reader that has enough, as head has, is no failure; rich makes an exit of it
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         _forget_output()
         return 0
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            return _fail(f"This process may have {most} files open, which is too few; raise it: ulimit -n 1024.", 1)
         if error.errno not in _FULL:
             raise
         _forget_output()
@@ -86,15 +77,6 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-@contextlib.contextmanager
-def _enough() -> Iterator[None]:
-    """A reader of the output that has enough, as head has, is no failure; click alone would make it status 1."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise click.exceptions.Exit(0) from None
-
-
 class LazyGroup(click.Group):
     """A group made of a table.
 
@@ -108,26 +90,12 @@ class LazyGroup(click.Group):
     sections: Mapping[str, Mapping[str, tuple[str, str]]] = {}
     moved: Mapping[str, str] = {}
 
-    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        """Read the words of a command line; what is printed here is help."""
-        with _enough():
-            return super().make_context(*arguments, **options)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that they name."""
-        with _enough():
-            return super().invoke(ctx)
-
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Names, in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command.
-
-        Raises:
-            click.UsageError: it is gone, and another does the same now.
-        """
+        """Import a command; one that is gone is an error that names what does the same now."""
         if cmd_name in self.moved:
             raise click.UsageError(f"'{ctx.command_path} {cmd_name}' is '{self.moved[cmd_name]}' now", ctx)
         if cmd_name not in self.table:
@@ -193,11 +161,7 @@ def print_any_name() -> None:
 
 
 def whole_numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """A click callback for ``64,1,28,28``; None stays None.
-
-    Raises:
-        click.BadParameter: no numbers above 0 with commas between them.
-    """
+    """A click callback for ``64,1,28,28``; None stays None."""
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
@@ -225,11 +189,7 @@ def shortened(text: str) -> str:
 
 
 def large_count(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
-    """A click callback for a whole number such as 25557032, 1e12 or 7B.
-
-    Raises:
-        click.BadParameter: no number, none that is whole, or none from 1 to 1e18.
-    """
+    """A click callback for a whole number such as 25557032, 1e12 or 7B."""
     if text is None:
         return None
     factor = _FACTORS.get(text[-1:].lower(), 1)
@@ -243,12 +203,7 @@ def large_count(_ctx: click.Context, _parameter: click.Parameter, text: str | No
 
 
 def output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
-    """A click callback for a file that is to be written, asked before anything runs; None stays None.
-
-    Raises:
-        click.BadParameter: it is a directory, its name cannot be one, or its directory does not exist or cannot be
-            written to.
-    """
+    """A click callback for a file that is to be written, asked before anything runs; None stays None."""
     if file is None:
         return None
     require_possible(file)
@@ -260,11 +215,7 @@ def output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | N
 
 
 def require_possible(path: Path) -> None:
-    """Refuse a path at which nothing can be: a name too long, links in a circle. Nothing need be there.
-
-    Raises:
-        click.BadParameter: it is one.
-    """
+    """Refuse a path at which nothing can be: a name too long, links in a circle."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -1,8 +1,4 @@
-"""Files that the tools read and write: read if they are ordinary files that fit, written whole or not at all.
-
-Why this room exists: whatever a user names, every tool reads it alike, in bounded memory and time; and every tool that
-writes a file keeps an old one whole until the new one is complete.
-"""
+"""Files that the tools read and write: read if they are ordinary files that fit, written whole or not at all."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class Estimate:
 def resampled_medians(samples: Samples, rng: np.random.Generator, count: int = RESAMPLES) -> NDArray[np.float64]:
     """Medians of ``count`` samples drawn from these with replacement, in memory that does not grow with them.
 
-    No sample is drawn: the m-th smallest of n draws is the value at place floor(n * U), U the m-th smallest of n
-    uniform numbers, which has a Beta distribution; the next one is the smallest of the n - m that are above it.
+    The m-th smallest of n draws is the value at place floor(n * U), U the m-th smallest of n uniform numbers, which has
+    a Beta distribution; the next one is the smallest of the n - m that are above it.
 
     Source: H. A. David and H. N. Nagaraja, Order Statistics (2003), sections 2.1 and 2.5.
     """
@@ -58,12 +58,8 @@ def _places(uniform: NDArray[np.float64], n: int) -> NDArray[np.intp]:
 
 
 def estimate(value: float, resampled: NDArray[np.float64], *, alone: bool = False) -> Estimate:
-    """A value with the percentile interval of what resampling gave.
+    """A value with the percentile interval of what resampling gave; without one where a sample has one value only.
 
-    Args:
-        value: from the samples themselves.
-        resampled: from each resample; those that are not finite are left out.
-        alone: a sample behind it has one value only: no interval.
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13. BCa (chapter 14) is of no help
         here: its acceleration is a jackknife, which fails for medians (chapter 11).
     """

@@ -1,15 +1,13 @@
 """The JSON that the tools write and read: one head, one way to check it, one sentence for what is wrong with it.
 
-Why this room exists: a program that reads one of these files or outputs reads all of them alike. Each begins with the
-``hvdkit`` (version) that wrote it, its ``kind`` and the version of its ``schema``; times are seconds, sizes bytes. What
-else it holds is a class, from which docs/json.md is made.
+A kind of JSON is a class, from which docs/json.md is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -72,11 +70,10 @@ def encode(document: Document, indent: int = 2) -> str:
 
 
 def in_seconds(value: Any, times: frozenset[str], unit_s: float, *, scaled: bool = False) -> Any:
-    """Plain values, with times in seconds.
+    """Plain values without arrays, with times in seconds.
 
     Args:
-        value: made of dataclasses, dicts, lists and plain values; what a dataclass names in ``also`` (properties) is
-            there too, arrays are left out.
+        value: made of dataclasses, with the properties that they name in ``also``, dicts, lists and plain values.
         times: names of fields that are times; ``_s`` takes the place of a unit at their end, or is added.
         unit_s: seconds of their unit.
         scaled: ``value`` is such a time: all fractions in it are.
@@ -115,32 +112,20 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value.item()
 
 
-def write(path: Path, document: T, layout: Callable[[T], str] = encode) -> None:
-    """Write a file that ``read`` takes; an older one stays whole until the new one is complete.
+def write(path: Path, document: Document) -> None:
+    """Write a file that ``read`` takes; an older one stays until the new one is complete.
 
-    Args:
-        path: the file.
-        document: what it will hold.
-        layout: makes the text.
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    text = layout(document)
+    text = encode(document)
     decode(text, type(document), str(path))
     with files.replacing(path) as file:
         file.write(text.encode())
 
 
 def read(path: Path, kind: type[T], error: type[HvdkitError] = DataError) -> T:
-    """Read a file of ``write``.
-
-    Args:
-        path: the file.
-        kind: what it should be.
-        error: what is raised.
-    Raises:
-        HvdkitError: it cannot be read, is something else, or holds what cannot be.
-    """
+    """Read a file of ``write``; where it cannot be read, or is something else, ``error`` is raised."""
     try:
         text = files.content(Path(path))
     except FileNotFoundError as problem:
@@ -165,7 +150,14 @@ def decode(text: str | bytes, kind: type[T], name: str, error: type[HvdkitError]
         content = msgspec.json.decode(text)
         if not isinstance(content, dict):
             raise wrong("it is no JSON object")
-        _without_head(content, kind, wrong)
+        version, named, schema = (content.pop(name, None) for name in ("hvdkit", "kind", "schema"))
+        if named != kind.kind:
+            raise wrong("it does not say what it is" if named is None else f"it says that it is {named!r}")
+        if type(schema) is not int or schema < 1:
+            raise wrong(f"its schema is {schema!r}, expected a whole number of at least 1")
+        if schema != kind.schema:
+            other = f"hvdkit {version} wrote it with schema {schema}, which this version does not know; use that one"
+            raise wrong(other)
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as problem:
         raise wrong(_sentence(str(problem), content)) from problem
@@ -173,18 +165,6 @@ def decode(text: str | bytes, kind: type[T], name: str, error: type[HvdkitError]
         raise wrong("it is nested too deeply") from problem
     except ValueError as problem:  # malformed JSON, or bytes that are no UTF-8
         raise wrong(str(problem)) from problem
-
-
-def _without_head(content: dict[str, Any], kind: type[Document], wrong: Callable[[str], HvdkitError]) -> None:
-    """Check the head and take it off."""
-    version = content.pop("hvdkit", None)
-    named, schema = content.pop("kind", None), content.pop("schema", None)
-    if named != kind.kind:
-        raise wrong("it does not say what it is" if named is None else f"it says that it is {named!r}")
-    if type(schema) is not int or schema < 1:
-        raise wrong(f"its schema is {schema!r}, expected a whole number of at least 1")
-    if schema != kind.schema:
-        raise wrong(f"hvdkit {version} wrote it with schema {schema}, which this version does not know; use that one")
 
 
 def _sentence(problem: str, content: Any) -> str:

@@ -43,17 +43,11 @@ def variable(name: str, value: str) -> str:
     return without_secrets(f"{name}={value}").partition("=")[2]
 
 
-def without_host_name(text: str) -> str:
-    """A library's message without the name of this machine, so that a report can be shown to anybody."""
-    name = socket.gethostname()
-    for known in (name, name.partition(".")[0]):
-        text = re.sub(rf"\b{re.escape(known)}\b", "HOST", text)
-    return text
-
-
 def without_names(text: str) -> str:
     """A report without secrets, and without the names of this machine and of users, whose directories bear them."""
-    text = without_host_name(without_secrets(text))
+    text, host = without_secrets(text), socket.gethostname()
+    for known in (host, host.partition(".")[0]):
+        text = re.sub(rf"\b{re.escape(known)}\b", "HOST", text)
     with suppress(RuntimeError):  # a user without a home
         text = re.sub(rf"{re.escape(str(Path.home()))}(?![\w.-])", "~", text)
     text = re.sub(r"(/home/|/Users/)[^/\s:'\"]+", r"\1USER", text)

@@ -1,7 +1,4 @@
-"""Plots that Matplotlib draws, as files. The same numbers give the same bytes.
-
-Why this room exists: the tools' plots are written in one way, and what is missing or cannot be is said in one way.
-"""
+"""Plots that Matplotlib draws, as files. The same numbers give the same bytes."""
 
 from __future__ import annotations
 
@@ -66,15 +63,10 @@ def picture(form: str, *draws: Draw, size: tuple[float, float] = SIZE) -> bytes:
 
 
 def write(path: Path, *draws: Draw, size: tuple[float, float] = SIZE, sources: Sequence[Path] = ()) -> None:
-    """Write a plot to a file, completely or not at all.
+    """Write a ``picture`` to a file, completely or not at all; ``path`` must be none of ``sources``, what was read.
 
-    Args:
-        path: ends in one of ``FORMATS``.
-        draws, size: as in ``picture``.
-        sources: what was read, which ``path`` must not be.
     Raises:
-        InvalidArgumentError: another ending, or the path is a directory or a source.
-        MissingFrameworkError: Matplotlib is not installed.
+        InvalidArgumentError: it ends in none of ``FORMATS``, or is a directory or a source.
         DataError: it cannot be written.
     """
     check(path)

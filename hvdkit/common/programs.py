@@ -78,14 +78,7 @@ def ask(
     environ: Mapping[str, str] | None = None,
     seconds: float = PATIENCE_SECONDS,
 ) -> Answer:
-    """Run a program to its end and return what it said; one that cannot be run is an answer too.
-
-    Args:
-        argv: program and arguments.
-        stdin: what it reads.
-        environ: its environment; default: that of this process.
-        seconds: that it may take.
-    """
+    """Run a program to its end, for ``seconds`` at most; one that cannot be run is an answer, too."""
     try:
         process = subprocess.Popen(
             list(argv),

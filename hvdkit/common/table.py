@@ -1,7 +1,4 @@
-"""Tables and sentences for people, on a terminal or in a file; and the same for programs, as JSON.
-
-Why this room exists: what a tool found is said once, and every tool shows it in the same forms.
-"""
+"""Tables and sentences for people, on a terminal or in a file; and the same for programs, as JSON."""
 
 from __future__ import annotations
 
@@ -27,14 +24,13 @@ WIDE = 200
 """Columns of what is not printed to a terminal, where COLUMNS does not say: a file or a pipe is as wide as a table."""
 T = TypeVar("T")
 _GAP = 2
-_NARROW = 8
-"""Columns that the first column of a table has in any case."""
+_NAME = 20
+"""Characters of a name in the first column that are never split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table. Where it is wider than the terminal, text wraps at words; columns that do not fit follow below, under
-    the first column again, so that neither a word nor a number is split and none is lost.
+    """One table. Where it is wider than the terminal, text wraps at words, and no number is split.
 
     Attributes:
         title: what it is; "" for none.
@@ -82,30 +78,20 @@ class Table:
             # as the grid's own title it would be folded to its width
             console.print(Text(printable(self.title), "bold"), soft_wrap=True)
         lines = [[printable(name) for name in self.names], *self.words()]
-        natural = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
-        least = [self._least(cells) for cells in zip(*lines, strict=True)]
-        # where a name leaves no room for a number beside it, only the name is split
-        if self.names[0] in self.left:
-            least[0] = min(least[0], max(_NARROW, console.width - _GAP - max(least[1:], default=0)))
-        for number, block in enumerate(_blocks(least, console.width)):
-            if number:
-                console.print()
-            widths = _widths([least[at] for at in block], [natural[at] for at in block], console.width)
-            grid = rich.table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
-            for at, width in zip(block, widths, strict=True):
-                align = "left" if self.names[at] in self.left else "right"
-                grid.add_column(Text(lines[0][at]), justify=align, width=width, overflow="fold")  # type: ignore[arg-type]
-            for line in lines[1:]:
-                grid.add_row(*(Text(line[at]) for at in block))
-            console.print(grid)
+        grid = rich.table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        for name, cells in zip(self.names, zip(*lines, strict=True), strict=True):
+            is_text = name in self.left
+            # numbers with their units stay in one line, headings may wrap
+            words = [word for cell in (cells if is_text else cells[:1]) for word in cell.split()]
+            least = max(map(cell_len, [*words, *([] if is_text else cells[1:])]), default=1)
+            if is_text and name == self.names[0]:
+                least = min(least, _NAME)
+            grid.add_column(Text(cells[0]), justify="left" if is_text else "right", min_width=least, overflow="fold")
+        for line in lines[1:]:
+            grid.add_row(*map(Text, line))
+        console.print(grid, crop=False)
         if self.note:
             console.print(Text(printable(self.note)), soft_wrap=True)
-
-    def _least(self, cells: Sequence[str]) -> int:
-        """Columns that a column of the table needs: numbers with their units stay in one line, headings may wrap."""
-        wrapped = cells if cells[0] in self.left else cells[:1]
-        whole = [word for cell in wrapped for word in cell.split()]
-        return max([1, *map(cell_len, whole), *map(cell_len, cells[len(wrapped) :])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +130,9 @@ class Page:
                 console.print(part if isinstance(part, Text) else Text(readable(part or "")), soft_wrap=True)
 
 
-class _Console(Console):
-    """Where a reader of the output has enough, as head has, the command line ends well; rich alone ends it with 1."""
-
-    def on_broken_pipe(self) -> None:
-        """Leave it to the command line."""
-        raise BrokenPipeError
-
-
 def console(*, stderr: bool = False) -> Console:
     """Standard output or error; where it is no terminal, wide enough for whole tables unless COLUMNS is set."""
-    made = _Console(stderr=stderr, highlight=False, markup=False)
+    made = Console(stderr=stderr, highlight=False, markup=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = WIDE
     return made
@@ -163,28 +141,3 @@ def console(*, stderr: bool = False) -> Console:
 def readable(text: str) -> str:
     """Lines that a job printed, or that a file holds, without anything that a terminal would obey."""
     return "\n".join(map(printable, text.splitlines()))
-
-
-def _blocks(least: Sequence[int], width: int) -> list[list[int]]:
-    """Which columns stand beside each other: as many as fit, the first one in every block."""
-    blocks = [[0]]
-    used = least[0]
-    for at in range(1, len(least)):
-        if len(blocks[-1]) > 1 and used + _GAP + least[at] > width:
-            blocks.append([0])
-            used = least[0]
-        blocks[-1].append(at)
-        used += _GAP + least[at]
-    return blocks
-
-
-def _widths(least: Sequence[int], natural: Sequence[int], width: int) -> list[int]:
-    """The least widths, and what room is left shared among the columns that want more, the most modest first."""
-    widths = list(least)
-    wants = [most - few for most, few in zip(natural, least, strict=True)]
-    room = width - sum(least) - _GAP * (len(least) - 1)
-    for served, at in enumerate(sorted(range(len(least)), key=wants.__getitem__)):
-        more = max(0, min(wants[at], room // (len(least) - served)))
-        widths[at] += more
-        room -= more
-    return widths

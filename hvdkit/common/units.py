@@ -1,7 +1,4 @@
-"""Times, sizes, shares and names as text for people.
-
-Why this room exists: all tools print the same units in the same way.
-"""
+"""Times, sizes, shares and names as text for people."""
 
 from __future__ import annotations
 

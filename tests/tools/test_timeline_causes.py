@@ -10,7 +10,7 @@ from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import summarize
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.results import Batches, RankSkew, Skew, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import Batches, Steps, TensorSummary, TimelineSummary
 
 
 def every(value, count=100):
@@ -33,17 +33,13 @@ STEPS = Steps(
     missed=0.0,
     late=500.0,
     negotiation=800.0,
-    first_setup=0.0,
     begins=np.arange(0.0, 1e7, 1e5),
 )
-BATCHES = Batches(300, 100, 100, 100, 40_000.0, 0.9, 4.0, every(5.0), every(2.5 * (1 << 20)))
-SKEW = Skew(50, every(5000.0), [RankSkew(0, 26, every(4000.0), 300.0), RankSkew(1, 24, every(4000.0), 200.0)])
+BATCHES = Batches(300, 100, 100, 40_000.0, 0.9, every(5.0), every(2.5 * (1 << 20)))
 HEALTHY = TimelineSummary(
     path="timeline.json",
     start_time_since_epoch=0,
     origin=0.0,
-    since=0.0,
-    until=1e7,
     duration=1e7,
     events=1,
     operations=2000,
@@ -54,9 +50,8 @@ HEALTHY = TimelineSummary(
     steps=STEPS,
     tensors=[reductions(1000.0, 10_000.0, f"layer.{i}", 1 << 19) for i in range(20)],
     batches=BATCHES,
-    roles={},
     cycle=every(1000.0),
-    skew=SKEW,
+    costs={0: 300.0, 1: 200.0},
     dropped={},
 )
 
@@ -69,17 +64,16 @@ def batches(**changes):
     return changed(HEALTHY, batches=replace(BATCHES, **changes))
 
 
-def late(*costs, last=25):
-    ranks = [RankSkew(rank, last, every(1000.0), cost) for rank, cost in enumerate(costs)]
-    return changed(HEALTHY, skew=Skew(50, every(5000.0), ranks))
+def late(*costs):
+    return changed(HEALTHY, costs=dict(enumerate(costs)))
 
 
 def unmeasured(**changes):
-    return changed(steps(**changes), skew=None)
+    return changed(steps(**changes), costs=None)
 
 
 CASES = {
-    "late": (late(100.0, 13_000.0, last=10), late(100.0, 1900.0), "Rank 1 comes late", "--explain-job"),
+    "late": (late(100.0, 13_000.0), late(100.0, 1900.0), "Rank 1 comes late", "--explain-job"),
     "random-late": (late(6000.0, 7000.0), late(900.0, 1000.0), "Now one rank is late", "Even out"),
     "negotiation": (steps(negotiation=11_000.0), steps(negotiation=9000.0), "the next cycle", "HOROVOD_CYCLE_TIME=0.2"),
     "small-tensors": (
@@ -94,7 +88,6 @@ CASES = {
         "10.5 MB per step",
         "backward_passes_per_step",
     ),
-    "first-step": (steps(first=900_000.0), steps(first=260_000.0), "The first step", "Leave it out"),
     "setup": (changed(HEALTHY, setup=4e6), changed(HEALTHY, setup=1e5), "NCCL is set up", "NCCL_SOCKET_IFNAME"),
 }
 
@@ -127,16 +120,9 @@ def test_without_a_cause_the_limits_are_said():
     assert "collectives and negotiation from 10%" in otherwise(summary)
 
 
-@pytest.mark.parametrize("field", ["steps", "batches", "cycle", "skew"])
+@pytest.mark.parametrize("field", ["steps", "batches", "cycle", "costs"])
 def test_what_a_recording_lacks_is_no_cause(field):
     assert worth(changed(HEALTHY, **{field: None})) == []
-
-
-def test_time_is_weighed_and_not_how_often_a_rank_is_last():
-    ranks = [RankSkew(0, 32, every(1.0), 100.0), RankSkew(1, 68, every(1.0), 13_000.0)]
-    (found,) = worth(changed(HEALTHY, skew=Skew(100, every(1.0), ranks)))
-    assert (found.kind, found.ranks) == ("late", (1,))
-    assert found.lost_s == pytest.approx(0.013) and found.share == pytest.approx(0.13)
 
 
 def test_without_ticks_it_says_how_to_record_the_rank_and_with_them_it_does_not():
@@ -166,29 +152,6 @@ def test_of_a_single_step_nothing_is_claimed(tmp_path, kind):
     summary = summarize(write(tmp_path / "timeline.json", once(names, kind)))
     assert summary.operations == len(names) and worth(summary) == []
     assert otherwise(summary).startswith("It cannot tell: there are no whole steps")
-
-
-def test_of_a_part_within_a_step_nothing_is_claimed_of_the_recording(tmp_path):
-    steps = [event for step in range(5) for event in allreduce(1, 1000 + 10_000 * step, 50)]
-    summary = summarize(write(tmp_path / "timeline.json", [*metadata(["w"]), *steps]), since=0.0, until=0.005)
-    assert otherwise(summary).endswith("in this part of the recording.")
-
-
-def test_an_old_horovod_that_counts_from_the_start_of_the_machine_is_read_from_that_of_the_file(tmp_path):
-    up = 9 * 24 * 3600 * 1_000_000
-    events = [{**event, "ts": event["ts"] + up} if "ts" in event else event for event in once(["a", "b", "c"])]
-    events = [event for event in events if "start_time_since_epoch_in_micros" not in event.get("args", {})]
-    path = write(tmp_path / "timeline.json", events)
-    assert 0 < summarize(path).duration < 10_000
-    assert summarize(path, until=0.0003).operations == 1 and summarize(path, since=0.0002).operations == 2
-
-
-def test_the_fusion_buffer_is_named_where_it_is_the_reason():
-    one = changed(
-        steps(bytes=100 << 20, communication=every(60_000.0)),
-        batches=replace(BATCHES, fused=100, single=0, small=0, little=0, little_time=0.0, per_step=1.0),
-    )
-    assert "HOROVOD_FUSION_THRESHOLD=16777216" in worth(one)[0].advice
 
 
 def test_names_with_braces_are_text():

@@ -3,26 +3,22 @@ import configparser
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from timeline_files import ATPESC
 
 from hvdkit.cli import run
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.read.timeline import report
+from hvdkit.read.timeline import report, summarize
 from hvdkit.read.timeline.report import render_report
 
 ROOT = Path(__file__).parents[2]
 FIRST = 3_836_863
 """Microseconds at which its first event is."""
+BEGINS = summarize(ATPESC).steps.begins
 HOSTILE = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -152,14 +148,6 @@ def test_hostile_names_are_text(tmp_path):
     assert all(len(name) <= 1000 for name in page.lanes["lanes"])
 
 
-@settings(max_examples=25)
-@given(names=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4, unique=True))
-def test_any_name_is_text(tmp_path_factory, names):
-    page = Page(render_report(timeline(tmp_path_factory.mktemp("names") / "t.json", names, steps=3)))
-    assert_inert(page)
-    assert page.lanes["operations"]
-
-
 def test_the_policy_allows_the_one_script_and_the_one_style_sheet_only():
     page = Page(render_report(ATPESC))
     policy = dict(part.strip().split(" ", 1) for part in page.policy.split(";"))
@@ -198,15 +186,15 @@ def raw_operations(path, since, until):
 
 
 def test_the_window_holds_the_operations_that_touch_it():
-    page = Page(render_report(ATPESC, since=9, until=10.5))
-    assert len(page.lanes["operations"]) == raw_operations(ATPESC, FIRST + 9e6, FIRST + 10.5e6) > 50
-    assert page.lanes["origin"] == 9e6, "seconds count from the first event"
-    assert page.lanes["length"] == 1.5e6
+    page, (begin, end) = Page(render_report(ATPESC, 20)), BEGINS[20:22]
+    assert len(page.lanes["operations"]) == raw_operations(ATPESC, begin, end) >= 8
+    assert page.lanes["origin"] == pytest.approx(begin - FIRST), "times count from the first event"
+    assert page.lanes["length"] == pytest.approx(end - begin)
     assert "Left out" not in page.text
 
 
 def test_a_step_is_the_window_and_the_numbers_stay_those_of_the_whole():
-    page = Page(render_report(ATPESC, step=20))
+    page = Page(render_report(ATPESC, 20))
     assert page.lanes["steps"][0] == [20, 0.0]
     assert len({operation[0] for operation in page.lanes["operations"]}) >= 8
     assert "Step 20:" in page.text
@@ -220,12 +208,11 @@ def test_without_a_choice_some_usual_steps_are_shown(tmp_path):
 
 
 def test_too_many_operations_are_left_out_and_the_page_says_so(monkeypatch):
-    whole = Page(render_report(ATPESC, since=9, until=10.5)).lanes["operations"]
+    whole = Page(render_report(ATPESC)).lanes["operations"]
     monkeypatch.setattr(report, "OPERATIONS", 20)
-    page = Page(render_report(ATPESC, since=9, until=10.5))
-    total = raw_operations(ATPESC, FIRST + 9e6, FIRST + 10.5e6)
+    page = Page(render_report(ATPESC))
     assert len(page.lanes["operations"]) == 20
-    assert f"this part has {total} operations, of which the page holds the first 20" in page.text
+    assert f"this part has {len(whole)} operations, of which the page holds the first 20" in page.text
     begins = [operation[2] for operation in page.lanes["operations"]]
     assert sorted(begins) == [operation[2] for operation in whole][:20]
     assert page.lanes["length"] == whole[20][2]
@@ -233,59 +220,23 @@ def test_too_many_operations_are_left_out_and_the_page_says_so(monkeypatch):
 
 def test_the_page_does_not_grow_with_the_recording(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "OPERATIONS", 200)
-    short = render_report(timeline(tmp_path / "short.json", ["a", "b", "c"], steps=500), since=0)
-    long = render_report(timeline(tmp_path / "long.json", ["a", "b", "c"], steps=5000), since=0)
+    short = render_report(timeline(tmp_path / "short.json", ["a", "b", "c"], steps=500))
+    long = render_report(timeline(tmp_path / "long.json", ["a", "b", "c"], steps=5000))
     assert len(long) < 1.2 * len(short)
     assert "the shortest and the longest of 13 steps in a row" in Page(long).text
 
 
-def test_late_ranks_are_listed_where_they_were_measured_only(tmp_path):
-    assert "the last rank came" in Page(render_report(ATPESC)).text
-    page = Page(render_report(timeline(tmp_path / "t.json", ["a"])))
-    assert "not available: record with" in page.text
-
-
 def test_a_recording_without_steps_has_a_page(tmp_path):
     page = Page(render_report(timeline(tmp_path / "t.json", ["a"], steps=1)))
-    assert "No steps were found" in page.text
+    assert "No steps were found" in page.text and "not known: record with" in page.text
     assert len(page.lanes["operations"]) == 1
-
-
-def test_an_operation_without_length_is_shown(tmp_path):
-    path = tmp_path / "t.json"
-    negotiated = [{"ph": "B", "name": "NEGOTIATE_BROADCAST", "ts": 7, "pid": 1}, {"ph": "E", "ts": 7, "pid": 1}]
-    path.write_text(json.dumps([*negotiated, {"ph": "B", "name": "BROADCAST", "ts": 7, "pid": 1}, negotiated[1]]))
-    assert len(Page(render_report(path)).lanes["operations"]) == 1
 
 
 def test_a_recording_that_was_cut_off_has_a_page_that_says_so(tmp_path):
     (tmp_path / "cut.json").write_bytes(ATPESC.read_bytes()[:200_003])
     page = Page(render_report(tmp_path / "cut.json"))
-    assert "cut off at the end" in page.text
+    assert "cut off or damaged" in page.text
     assert_inert(page)
-
-
-def test_a_fused_batch_counts_once(tmp_path):
-    fused = Page(render_report(timeline(tmp_path / "fused.json", ["a", "b", "c"], steps=7)))
-    assert "Exchanges 7 fused each 3 tensors and 12.0 kB" in fused.text
-    single = Page(render_report(timeline(tmp_path / "single.json", ["a", "b", "c"], steps=7, batch=False)))
-    assert "Exchanges 0 fused 21 of one tensor" in single.text
-
-
-@pytest.mark.parametrize(
-    ("window", "says"),
-    [
-        ({"step": 154}, "steps 0 to 153"),
-        ({"step": 1, "since": 2.0}, "either a step or a part"),
-        ({"since": 5.0, "until": 5.0}, "since before until"),
-        ({"since": float("nan")}, "since before until"),
-        ({"since": 100.0}, "since before until"),
-        ({"since": 100.0, "until": 200.0}, "operations up to 27.931 s"),
-    ],
-)
-def test_a_window_that_is_not_there_is_refused(window, says):
-    with pytest.raises(InvalidArgumentError, match=says):
-        render_report(ATPESC, **window)
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):
@@ -300,12 +251,10 @@ def test_the_command_writes_the_page(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["{real}"], 2, "-o"),
         (["{real}", "-o", "{tmp}/r.html", "--step", "999"], 2, "steps 0 to 153"),
         (["{real}", "-o", "{tmp}"], 2, "directory"),
         (["{tmp}/empty.json", "-o", "{tmp}/empty.json"], 2, "is the input"),
         (["{real}", "-o", "{tmp}/none/r.html"], 1, "cannot write"),
-        (["{tmp}/none.json", "-o", "{tmp}/r.html"], 2, "no timeline"),
         (["{tmp}/empty.json", "-o", "{tmp}/r.html"], 1, "no operation of Horovod"),
     ],
 )
@@ -316,15 +265,6 @@ def test_a_mistake_is_one_sentence_and_leaves_no_file(tmp_path, capsys, argument
     assert says in error
     assert "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["empty.json"]
-
-
-def test_without_jinja2_the_error_names_what_to_install():
-    code = "import sys; sys.modules['jinja2'] = None; from hvdkit.cli import run; sys.exit(run(sys.argv[1:]))"
-    arguments = ["timeline", "report", str(ATPESC), "-o", "/nowhere/report.html"]
-    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
-    assert found.returncode == 1
-    assert "pip install 'hvdkit[report]'" in found.stderr
-    assert "Traceback" not in found.stderr
 
 
 def test_the_templates_are_part_of_the_package():

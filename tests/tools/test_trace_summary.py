@@ -42,7 +42,7 @@ def test_ddp_on_cpus(tmp_path):
     )  # fmt: skip
     assert found.notes == ()
     assert [one.number for one in found.steps] == [5]
-    check(found.steps[0], begin=0, duration=100, computation=59, exposed=21, data=10)
+    check(found.steps[0], duration=100, computation=59, exposed=21, data=10)
 
 
 def test_the_wait_for_horovod_is_exposed_and_said_to_be_all_that_is_seen(tmp_path):
@@ -123,18 +123,18 @@ def test_gpus_streams_and_copies(tmp_path):
     found = times(
         tmp_path / "t.json",
         step(0, 0, 40),
-        event("aten::mm", 0, 4, **{"External id": 1}), event("aten::bmm", 1, 2, **{"External id": 2}),
+        event("aten::mm", 0, 4), event("aten::bmm", 1, 2),
         event("nccl:all_reduce", 5, 20, "user_annotation"), event("c10d::allreduce_", 5, 20),
-        kernel("sgemm", 10, 10, stream=7, external=1), kernel("bmm_kernel", 15, 10, stream=20, external=2),
+        kernel("sgemm", 10, 10, stream=7), kernel("bmm_kernel", 15, 10, stream=20),
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, 30, stream=30),
-        event("Memcpy HtoD", 2, 3, "gpu_memcpy", tid=7, pid=0, **{"External id": 1}),
+        event("Memcpy HtoD", 2, 3, "gpu_memcpy", tid=7, pid=0),
         event("ProfilerStep#0", 10, 38, "gpu_user_annotation", tid=7, pid=0),
     )  # fmt: skip
     check(found.times, window=50, computation=15, communication=30, overlapped=5, exposed=25, copies=3, other=7)
     assert found.computed_by == "GPU kernels"
     operators = {one.name: one for one in found.operators}
-    check(operators["aten::mm"], self_ms=2, gpu_self_ms=13)
-    check(operators["aten::bmm"], self_ms=2, gpu_self_ms=10)
+    check(operators["aten::mm"], self_ms=2)
+    check(operators["sgemm"], self_ms=10)
     assert operators["sgemm"].kind == "kernel" and operators["Memcpy HtoD"].kind == "copy"
     assert operators["ncclDevKernel_AllReduce_Sum_f32_RING_LL"].kind == "communication"
     assert len(found.steps) == 1
@@ -208,12 +208,10 @@ def test_skew_between_ranks_needs_no_common_clock(tmp_path):
     paths = ranks(tmp_path, 40, 90, 60)
     found = summarize([paths[2], paths[0], paths[1]])
     assert [rank.rank for rank in found.ranks] == [0, 1, 2]
-    check(found.skew, collectives=2, median=50)
-    assert [one.waiting for one in found.skew.ranks] == pytest.approx([50, 0, 30])
-    assert [one.cost for one in found.skew.ranks] == pytest.approx([0, 30, 0]), "behind the typical rank"
+    assert [one.waiting for one in found.ranks] == pytest.approx([50, 0, 30])
+    assert [one.cost for one in found.ranks] == pytest.approx([0, 30, 0]), "behind the typical rank"
     (cause,) = found.causes
     assert (cause.kind, cause.ranks) == ("compute", (1,)) and cause.lost_s == pytest.approx(0.03)
-    assert [one.last for one in found.skew.ranks] == [0, 2, 0]
     assert summarize([tmp_path]) == summarize(paths)
 
 
@@ -306,11 +304,10 @@ def test_the_command(tmp_path, capsys):
     assert run(["trace", "summary", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "rank 0 of 2: 2 steps (0 to 1)" in out and "hvdkit:allreduce_wait" in out
-    assert "50.000 ms after the first" in out
     assert run(["trace", "summary", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["ranks"][1]["times"]["exposed_s"] == pytest.approx(0.02)
-    assert values["skew"]["median_s"] == pytest.approx(0.05)
+    assert values["ranks"][0]["waiting_s"] == pytest.approx(0.05)
 
 
 def test_mistakes_on_the_command_line(tmp_path, capsys):
@@ -319,14 +316,6 @@ def test_mistakes_on_the_command_line(tmp_path, capsys):
     assert "no trace at" in capsys.readouterr().err
     ranks(tmp_path, 40)
     assert run(["trace", "summary", str(tmp_path), str(tmp_path)]) == 2
-
-
-def test_names_from_a_file_do_not_reach_the_terminal_as_orders(tmp_path, capsys):
-    path = write(tmp_path / "t.json", event("\x1b[31mred [bold]", 0, 5))
-    assert run(["trace", "summary", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out and "[bold]" in out
-    assert "no steps, 1 event in t.json" in out
 
 
 @pytest.mark.parametrize(

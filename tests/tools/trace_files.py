@@ -30,8 +30,8 @@ def wait(start, length):
     return event("hvdkit:allreduce_wait", start, length, "user_annotation")
 
 
-def kernel(name, start, length, stream=7, external=0):
-    return event(name, start, length, "kernel", tid=stream, pid=0, **{"External id": external, "stream": stream})
+def kernel(name, start, length, stream=7):
+    return event(name, start, length, "kernel", tid=stream, pid=0, stream=stream)
 
 
 def text(*events, rank=None, size=2, behind=True):

@@ -14,6 +14,7 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import change_text, duration_text, printable
 from hvdkit.errors import DataNotFoundError, InvalidArgumentError, require_scipy
 from hvdkit.read.diff.sides import READERS, Side, Timings
+from hvdkit.read.explain.results import Read
 from hvdkit.read.explain.sources import LAUNCH, find
 
 SIGNIFICANCE = 0.05
@@ -34,8 +35,6 @@ class Change(Part, frozen=True, rename={"before": "before_s", "after": "after_s"
         speed: of B compared with A, above 1 it is faster, with its interval; of details and of those that take no time
             it is None.
         sure: whether the change is more than chance; None where it was measured once.
-        p_value: of details and parts, that B is neither slower nor faster as a rule, corrected for their number; None
-            where it cannot be told.
         calls_before, calls_after: of a step, or in all; None where they are not counted.
     """
 
@@ -46,21 +45,8 @@ class Change(Part, frozen=True, rename={"before": "before_s", "after": "after_s"
     explains_s: float
     speed: Estimate | None = None
     sure: bool | None = None
-    p_value: float | None = None
     calls_before: float | None = None
     calls_after: float | None = None
-
-
-class ComparedSide(Part, frozen=True):
-    """One of the two.
-
-    Attributes:
-        path: the file or directory.
-        says: what is in it, a few words.
-    """
-
-    path: str
-    says: str
 
 
 class Difference(Document, frozen=True):
@@ -79,12 +65,12 @@ class Difference(Document, frozen=True):
     """
 
     kind = "diff"
-    schema = 2
+    schema = 3
     written_by = "hvdkit diff --json"
 
     of: str
-    a: ComparedSide
-    b: ComparedSide
+    a: Read
+    b: Read
     verdict: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
@@ -96,9 +82,8 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
     """Compare two recordings, or results, of one kind.
 
     Whole things are compared by the ratio of medians with its bootstrap interval. Parts and details are compared by the
-    Mann-Whitney U test, which asks nothing of the distribution of times; their p-values are corrected for their number,
-    also where they depend on each other. Samples of one run count as independent: what disturbs several steps in a row
-    makes changes seem surer than they are.
+    Mann-Whitney U test, corrected for their number, also where they depend on each other. Samples of one run count as
+    independent: what disturbs several steps in a row makes changes seem surer than they are.
 
     Args:
         a, b: files or directories; what was before, and what is now.
@@ -123,83 +108,70 @@ def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
             f"of one kind: {', '.join(READERS)}."
         )
     first, second = (READERS[common[0]](sources) for sources in found)
-    if not (first.whole.keys() & second.whole.keys() or first.details.keys() & second.details.keys()):
-        names = [", ".join(list(side.whole or side.details)[:4]) for side in (first, second)]
+    if not first.whole.keys() & second.whole.keys():
+        names = [", ".join(list(side.whole)[:4]) for side in (first, second)]
         raise InvalidArgumentError(
             f"The two {common[0]} have nothing in common that can be compared: {printable(names[0])} in A and "
             f"{printable(names[1])} in B; give two that were recorded alike."
         )
     whole = _changes("whole", first.whole, second.whole)
-    parts = _changes("part", first.parts, second.parts, stepped=bool(whole))
-    details = _changes("detail", first.details, second.details, stepped=bool(whole))
-    gone = [name for name in first.whole if name in second.missing]
+    parts, details = _changes("part", first.parts, second.parts), _changes("detail", first.details, second.details)
+    below: tuple[str, ...] = ()
+    if fail_below is not None:  # slower with the whole interval; without one, by its value
+        speeds = {change.what: change.speed for change in whole if change.speed is not None}
+        slower = (what for what, one in speeds.items() if (one.value if one.high is None else one.high) < fail_below)
+        below = (*slower, *(name for name in first.whole if name in second.missing))
     notes = _differences(first, second) + list(dict.fromkeys((*first.notes, *second.notes)))
     if common[1:]:
         notes.append(f"Both hold more, of which name the files to compare them: {', '.join(common[1:])}.")
     return Difference(
         of=common[0],
-        a=ComparedSide(str(a), first.says),
-        b=ComparedSide(str(b), second.says),
+        a=Read(str(a), common[0], first.says),
+        b=Read(str(b), common[0], second.says),
         verdict=printable(_verdict(whole, parts, details)),
         changes=(*whole, *parts, *details),
         notes=tuple(notes),
-        below=() if fail_below is None else (*_below(whole, fail_below), *gone),
+        below=below,
     )
 
 
-def _changes(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings], *, stepped: bool = True) -> list[Change]:
-    """What either side has of a level, or both of the whole; of parts and details the sure ones, and those that
-    explain most, first.
-
-    Without steps the recordings may differ in length: what both have counts as often as the second has it.
-    """
+def _changes(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings]) -> list[Change]:
+    """What either side has of a level, or both of the whole; the sure ones, and those that explain most, first."""
     from scipy.stats import false_discovery_control, mannwhitneyu
 
     def median(times: Timings) -> Estimate | None:
         return Estimate(float(np.median(times.samples))) if len(times.samples) else None
 
-    def cost(times: Timings, often: float) -> float:
-        return often * float(times.samples.sum()) / max(1, len(times.samples))
+    def cost(times: Timings) -> float:
+        return times.often * float(times.samples.sum()) / max(1, len(times.samples))
 
     rng = np.random.default_rng(0)
     nothing = Timings(np.zeros(0))
-    found, p_values = list[Change](), list[float]()
+    found, p_values = list[Change](), dict[str, float]()
     for name in dict.fromkeys([*a, *b]):
-        before, after, both = a.get(name, nothing), b.get(name, nothing), name in a and name in b
-        speed, sure, p_value, medians = None, None, None, [median(before), median(after)]
-        if level == "whole" and not both:
+        before, after = a.get(name, nothing), b.get(name, nothing)
+        speed, sure, medians = None, None, (median(before), median(after))
+        if level == "whole" and (name not in a or name not in b):
             continue
         if level == "whole":
             if min(np.median(before.samples), np.median(after.samples)) > 0:
                 speed = intervals.ratio(before.samples, after.samples, rng)
                 sure = None if speed.low is None or speed.high is None else not speed.low <= 1 <= speed.high
-            medians = [intervals.median(times.samples, rng) for times in (before, after)]
+            medians = (intervals.median(before.samples, rng), intervals.median(after.samples, rng))
         elif min(len(before.samples), len(after.samples)) > 1:
-            p_value = float(np.nan_to_num(mannwhitneyu(before.samples, after.samples).pvalue, nan=1.0))
-            p_values.append(p_value)
-        explains = cost(after, after.often) - cost(before, before.often if stepped or not both else after.often)
-        found.append(
-            Change(
-                what=name, level=level, before=medians[0], after=medians[1], explains_s=explains, speed=speed,
-                sure=sure, p_value=p_value, calls_before=before.calls, calls_after=after.calls,
-            )
-        )  # fmt: skip
+            p_values[name] = float(np.nan_to_num(mannwhitneyu(before.samples, after.samples).pvalue, nan=1.0))
+        explains = cost(after) - cost(before)
+        one = Change(name, level, *medians, explains, speed, sure)
+        found.append(replace(one, calls_before=before.calls, calls_after=after.calls))
     if p_values:
-        corrected = iter(false_discovery_control(p_values, method="by").tolist())
-        found = [
-            change if change.p_value is None else replace(change, p_value=(p := next(corrected)), sure=p < SIGNIFICANCE)
-            for change in found
-        ]
+        corrected = false_discovery_control(list(p_values.values()), method="by") < SIGNIFICANCE
+        sure_by_name = dict(zip(p_values, corrected.tolist(), strict=True))
+        found = [replace(change, sure=sure_by_name.get(change.what)) for change in found]
     return found if level == "whole" else sorted(found, key=lambda one: (one.sure is False, -abs(one.explains_s)))
 
 
 def _verdict(whole: Sequence[Change], parts: Sequence[Change], details: Sequence[Change]) -> str:
-    """What the last of the whole took and takes, and what of its change which part explains."""
-    if not whole:
-        sure = next((one for one in details if one.sure), None)
-        if sure is None:
-            return "Nothing that both have differs by more than chance."
-        return f"Most of what differs is the {sure.what}: {signed(sure.explains_s)} in all."
+    """What the last of the whole took and takes, and which part explains its change."""
     last = whole[-1]
     before, after = (one.value for one in (last.before, last.after) if one is not None)
     said = f"The {last.what} takes {duration_text(1e6 * before)} in A and {duration_text(1e6 * after)} in B"
@@ -227,16 +199,7 @@ def signed(seconds: float) -> str:
     return ("-" if seconds < 0 else "+") + duration_text(abs(1e6 * seconds))
 
 
-def _below(whole: Sequence[Change], limit: float) -> list[str]:
-    """What is slower with its whole interval; without one, by its value."""
-    if not whole:
-        raise InvalidArgumentError("Nothing can be held against --fail-below: the two have no step in common.")
-    speeds = {change.what: change.speed for change in whole if change.speed is not None}
-    return [what for what, speed in speeds.items() if (speed.value if speed.high is None else speed.high) < limit]
-
-
 def _differences(a: Side, b: Side) -> list[str]:
-    """What else is different: a reason not to take the change for one cause's alone."""
     notes = []
     for side, other, which in ((a, b, "A"), (b, a, "B")):
         if only := [name for name in side.whole if name not in other.whole]:

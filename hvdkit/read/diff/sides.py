@@ -1,7 +1,4 @@
-"""A recording of a job, or a result of bench and emulate, as times that can be compared with those of another one.
-
-Of the results only what is compared is read here: the rooms that write them stand above this one.
-"""
+"""A recording of a job, or a result of bench and emulate, as times that can be compared with those of another one."""
 
 from __future__ import annotations
 
@@ -40,8 +37,6 @@ _MONITORED = ("step", "input", "compute", "wait")
 _US = 1e-6
 _LEFT_OUT = ("ranks", "repeats", "seed")
 """Of what was asked of a bench: they change how sure its result is, not what was measured."""
-_Measured = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
-_Head = Annotated[int, msgspec.Meta(ge=2, le=2)]
 T = TypeVar("T")
 Sources = Mapping[str, Sequence[Path]]
 """Files by what they are (``explain.sources``)."""
@@ -52,7 +47,7 @@ class Timings(NamedTuple):
 
     samples: Floats
     often: float = 1.0
-    """How many of them a step has; where there are no steps, how many there are in all."""
+    """How many of them a step has."""
     calls: float | None = None
     """Of a step (in all); None where a recording does not count them."""
 
@@ -81,11 +76,7 @@ class Side:
 
 
 def of_steps(sources: Sources) -> Side:
-    """The times of the steps, and how the job was launched where that was recorded with them.
-
-    Raises:
-        DataError: a file that is not what a rank writes, or fewer than three steps.
-    """
+    """The times of the steps, and how the job was launched where that was recorded with them."""
     directory = sources[STEPS][0].parent
     job = table(step_files.read(directory), directory, least=3)
     last = job.own.max(axis=0)
@@ -108,11 +99,7 @@ def of_steps(sources: Sources) -> Side:
 
 
 def of_monitor(sources: Sources) -> Side:
-    """The windows of a monitor's ``metrics.jsonl``, without the first.
-
-    Raises:
-        DataError: it cannot be read, or has fewer than two windows with times.
-    """
+    """The windows of a monitor's ``metrics.jsonl``, without the first."""
     (file,) = sources[MONITOR]
     lines = history.read(file)
     windows = [
@@ -142,58 +129,46 @@ def of_monitor(sources: Sources) -> Side:
 
 
 def of_timeline(sources: Sources) -> Side:
-    """Horovod's timeline: its steps, what they consist of, and each phase of each tensor.
-
-    Raises:
-        DataError: it cannot be read, or holds no complete operation.
-    """
+    """Horovod's timeline: its steps, what they consist of, and each phase of each tensor."""
     (file,) = sources[TIMELINE]
     found = timeline_columns.collect(read_timeline(file))
-    if not len(found.tensor):
-        raise CorruptDataError(
-            f"no complete operation in {str(file)!r}; give a file that Horovod wrote with HOROVOD_TIMELINE."
-        )
     numbers, in_steps = find_steps(found)
     begins = found.begin[in_steps][np.unique(numbers[in_steps], return_index=True)[1]]
-    steps = max(0, len(begins) - 1)
-    whole, parts = {}, {}
-    if steps > 1:
-        since, until = begins[1:-1], begins[2:]  # the first one compiles and allocates, the last one has no end
-        nested = [until - since]
-        for starts, ends in ((found.begin, found.end), (found.start, found.end), found.exchange.T):
-            nested.append(covered(union(starts, ends), since, until))
-        names = ("no operation (input, computation)", "negotiation", "copies and queue", "collectives")
-        inner = [*nested[1:], np.zeros(len(since))]
-        parts = {name: Timings((outer - one) * _US) for name, outer, one in zip(names, nested, inner, strict=True)}
-        whole = {STEP: Timings(nested[0] * _US)}
+    steps = len(begins) - 1
+    if steps < 2:
+        raise CorruptDataError(
+            f"no steps in {str(file)!r}: no tensor is reduced three times; give a file that Horovod wrote with "
+            "HOROVOD_TIMELINE, in which each tensor has the same name in all steps."
+        )
+    since, until = begins[1:-1], begins[2:]  # the first one compiles and allocates, the last one has no end
+    nested = [until - since]
+    for starts, ends in ((found.begin, found.end), (found.start, found.end), found.exchange.T):
+        nested.append(covered(union(starts, ends), since, until))
+    names = ("no operation (input, computation)", "negotiation", "copies and queue", "collectives")
+    inner = [*nested[1:], np.zeros(len(since))]
+    parts = {name: Timings((outer - one) * _US) for name, outer, one in zip(names, nested, inner, strict=True)}
     phases = {}
     for tensor, rows in zip(found.tensors, found.rows_by_tensor(), strict=True):
         name = tensor.name if tensor.is_reduced else f"{tensor.kind.lower()} {tensor.name}"
         for phase, samples in zip(GROUPS, found.durations[rows[1:]].T.astype(np.float64), strict=True):
             if len(known := samples[~np.isnan(samples)] * _US):  # without the first operation, which sets up
-                often = len(known) / (steps if steps > 1 else 1)
+                often = len(known) / steps
                 phases[f"{phase} of {name}"] = Timings(known, often, often)
-    sums = np.bincount(numbers[in_steps], found.reduced_bytes()[in_steps]) if in_steps.any() else np.array([np.nan])
+    sums = np.bincount(numbers[in_steps], found.reduced_bytes()[in_steps])
     size = "unknown" if np.isnan(sums).all() else bytes_text(float(np.nanmedian(sums)))
-    reduced = len(np.unique(found.tensor[in_steps]))
-    tensors = f"{count_text(reduced, 'tensor')} of {size} a step" if reduced else "no steps"
-    notes = () if steps > 1 else (f"No steps are found in {printable(file.name)}: no tensor is reduced three times.",)
+    tensors = f"{count_text(len(np.unique(found.tensor[in_steps])), 'tensor')} of {size} a step"
     return Side(
         f"{count_text(len(found.tensor), 'operation')}, {tensors}",
-        whole,
+        {STEP: Timings(nested[0] * _US)},
         parts,
         phases,
         {"ranks": str(found.ranks or "unknown"), "tensors": tensors},
-        (*notes, "Tensors of one fused exchange each carry all of its time: their phases do not add up."),
+        ("Tensors of one fused exchange each carry all of its time: their phases do not add up.",),
     )
 
 
 def of_traces(sources: Sources) -> Side:
-    """A trace of PyTorch's profiler, of several ranks that of the first: its steps, their parts and operators.
-
-    Raises:
-        DataError: it is no whole trace.
-    """
+    """A trace of PyTorch's profiler, of several ranks that of the first: its steps, their parts and operators."""
     traces = sources[TRACE]
     columns = collect_trace(traces[0])
     rank = one_rank(columns)
@@ -215,7 +190,7 @@ def of_traces(sources: Sources) -> Side:
         {name: Timings(part) for name, part in zip(names, parts, strict=True)},
         {
             f"{kind} {name}": Timings(own / 1e3, calls=float(calls.mean()))
-            for (name, kind), (calls, own, _) in by_name(columns, windows).items()
+            for (name, kind), (calls, own) in by_name(columns, windows).items()
         },
         {"ranks": "unknown" if rank.size is None else str(rank.size), "computed by": rank.computed_by},
         tuple(notes),
@@ -223,11 +198,7 @@ def of_traces(sources: Sources) -> Side:
 
 
 def of_mpi(sources: Sources) -> Side:
-    """An MPI profile: the job, what its calls were for, and each routine; medians over the ranks.
-
-    Raises:
-        DataError: a profile cannot be used.
-    """
+    """An MPI profile: the job, what its calls were for, and each routine; medians over the ranks."""
     profile = mpi_reading.read(sources[MPI])
     seconds = [rank.seconds for rank in profile.ranks if rank.seconds]
     whole = {"time in MPI": _median([rank.mpi_seconds for rank in profile.ranks])}
@@ -254,15 +225,13 @@ def of_mpi(sources: Sources) -> Side:
 
 
 def _median(values: Iterable[float], calls: Iterable[int] | None = None) -> Timings:
-    """Over the ranks."""
-    return Timings(
-        np.array([statistics.median(values)]), calls=None if calls is None else float(statistics.median(calls))
-    )
+    often = None if calls is None else float(statistics.median(calls))
+    return Timings(np.array([statistics.median(values)]), calls=often)
 
 
 class _Steps(msgspec.Struct):
     count: Positive
-    step_s: _Measured
+    step_s: Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
     parts: dict[str, Seconds | None]
 
 
@@ -281,11 +250,7 @@ class _Bench(msgspec.Struct):
 
 
 def of_bench(sources: Sources) -> Side:
-    """Seconds of a step (weak scaling) or of all the work (strong scaling), at each number of ranks.
-
-    Raises:
-        DataError: it is no file of ``hvdkit bench scaling``, or no job in it counts.
-    """
+    """Seconds of a step (weak scaling) or of all the work (strong scaling), at each number of ranks."""
     path = sources[BENCH][0]
     found = _read(path, _Bench, "hvdkit bench scaling")
     jobs = [job for job in found.jobs if job.failure is None]
@@ -328,7 +293,6 @@ class _Plan(msgspec.Struct):
 
 class _Sample(msgspec.Struct):
     trial: Whole
-    index: Whole
     size: Whole
     skew_s: Seconds
     transfer_s: Seconds
@@ -336,7 +300,7 @@ class _Sample(msgspec.Struct):
 
 
 class _Emulated(msgspec.Struct):
-    schema: _Head
+    schema: Annotated[int, msgspec.Meta(ge=2, le=2)]
     asked: dict[str, Any]
     environment: dict[str, Any]
     plan: _Plan
@@ -344,11 +308,7 @@ class _Emulated(msgspec.Struct):
 
 
 def of_emulation(sources: Sources) -> Side:
-    """The delay of the slowest rank, size by size, and of whole steps with the wait for the last rank apart.
-
-    Raises:
-        DataError: it is no file of ``hvdkit emulate``, or holds no sample.
-    """
+    """The delay of the slowest rank, size by size, and of whole steps with the wait for the last rank apart."""
     path = sources[EMULATE][0]
     found = _read(path, _Emulated, "hvdkit emulate")
     if not found.samples:
@@ -399,7 +359,7 @@ def _read(path: Path, shape: type[T], written_by: str) -> T:
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values in words; what is inside an entry is named after it: ``packages torch``. Lists are joined."""
+    """Names and values in words; what is inside an entry is named after it: ``packages torch``."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from ((f"{name} {inner}", text) for inner, text in _flat(value))

@@ -56,18 +56,15 @@ def lines(found: Explanation) -> list[str]:
     more = [f"{count_text(left, 'smaller cause')} {'is' if left == 1 else 'are'} in --json."] if left > 0 else []
     read = ", ".join(f"{one.what} ({one.says})" for one in found.read)
     step = "" if found.step_s is None else f"; a step takes {duration_text(1e6 * found.step_s)}"
-    accounts = [_accounts_text(found)] if found.accounts else []
+    accounts = []
+    if found.accounts:
+        whole = sum(found.accounts.values()) or 1.0
+        parts = sorted(found.accounts.items(), key=lambda part: -part[1])
+        words = ", ".join(f"{name} {share_text(seconds / whole)}" for name, seconds in parts if seconds >= 0.01 * whole)
+        shown = found.causes[: 1 + _FURTHER]
+        explained = sum((found.steps or 0) * cause.lost_s if cause.per_step else cause.lost_s for cause in shown)
+        named = f"the causes above explain {share_text(min(1.0, explained / whole))}" if shown else "no cause named"
+        accounts = [f"Of {duration_text(1e6 * whole)}: {words}; {named}."]
     room = LINES - len(first) - len(further) - len(more) - len(accounts) - 1
     said = [*first, *further, *more, *accounts, *untold[:room], f"Read: {read}{step}."]
     return [printable(line) for line in said]
-
-
-def _accounts_text(found: Explanation) -> str:
-    """Where the whole recorded time went, and how much of it the causes that are printed explain."""
-    whole = sum(found.accounts.values()) or 1.0
-    parts = sorted(found.accounts.items(), key=lambda part: -part[1])
-    words = ", ".join(f"{name} {share_text(seconds / whole)}" for name, seconds in parts if seconds >= 0.01 * whole)
-    shown = found.causes[: 1 + _FURTHER]
-    explained = sum((found.steps or 0) * cause.lost_s if cause.per_step else cause.lost_s for cause in shown)
-    named = f"the causes above explain {share_text(min(1.0, explained / whole))}" if found.causes else "no cause named"
-    return f"Of {duration_text(1e6 * whole)}: {words}; {named}."

@@ -14,7 +14,7 @@ from hvdkit.read.causes import Cause, by_cost
 from hvdkit.read.explain import exchange, step_causes
 from hvdkit.read.explain.results import Explanation, JobLaunch, Read
 from hvdkit.read.explain.sources import LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
-from hvdkit.read.explain.step_causes import StepCauses
+from hvdkit.read.explain.step_table import StepTable
 
 LATE = frozenset(
     {"input", "compute", "host", "late", "random-late", "blocked", "affinity", "pause", "gc", "growth", "first-steps"}
@@ -51,21 +51,21 @@ def explain(paths: Sequence[Path]) -> Explanation:
         raise DataError(errors[0])
     stalled = None
     if stacks := sources.get(STALL):
-        said = [_first_line(path) for path in stacks]
+        said = [printable(files.text_if_there(path).partition("\n")[0]) for path in stacks]
         missing = dict.fromkeys(line for line in said if "did not arrive" in line) or said[:1]
         stalled = f"The job stalled: {'; '.join(missing)[:_LONGEST]}. The stacks are in {stacks[0].parent}."
         read.append(Read(str(stacks[0].parent), STALL, f"{len(stacks)} ranks"))
-    told = job.steps
-    if told is None:
+    steps = job.steps
+    if steps is None:
         job.untold.append(
             "Without the times of the steps nothing is known of each rank's input and computation: start the job with "
             "'hvdkit launch --explain-job'."
         )
     return Explanation(
-        ranks=told.ranks if told else job.launched.ranks if job.launched else None,
-        steps=told.steps if told else None,
-        step_s=told.step_s if told else None,
-        accounts=told.accounts if told else {},
+        ranks=steps.size if steps else job.launched.ranks if job.launched else None,
+        steps=steps.steps if steps else None,
+        step_s=steps.step_s if steps else None,
+        accounts=steps.accounts() if steps else {},
         causes=tuple(sorted(by_cost(job.causes), key=lambda cause: not cause.recurs)),
         untold=(*job.untold, *errors),
         read=tuple(read),
@@ -78,7 +78,7 @@ class _Job:
     """What the recordings say, as they are read: those that see more of a cause come first."""
 
     launched: JobLaunch | None = None
-    steps: StepCauses | None = None
+    steps: StepTable | None = None
     causes: list[Cause] = field(default_factory=list)
     untold: list[str] = field(default_factory=list)
     settled: frozenset[str] = frozenset()
@@ -104,7 +104,6 @@ class _Job:
 
 
 def _of_launch(job: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
-    """How the job was started."""
     job.launched = found = json_files.read(paths[0], JobLaunch)
     threads = {None: "", 1: ", 1 thread each"}.get(found.threads, f", {found.threads} threads each")
     return [], f"{found.ranks} ranks by {found.launcher}{threads}"
@@ -113,10 +112,10 @@ def _of_launch(job: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
 def _of_steps(job: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
     """The times of the steps, whose causes stand as they are: no other recording was looked at before."""
     directory = paths[0].parent
-    job.steps = told = step_causes.look(step_files.read(directory), directory, job.launched)
-    job.settled = LATE if told.ready else frozenset()
-    job.causes, job.untold = told.causes, told.untold
-    return [], f"{told.steps} steps of {told.ranks} ranks"
+    steps, job.causes, job.untold = step_causes.look(step_files.read(directory), directory, job.launched)
+    job.settled = LATE if steps.ready else frozenset()
+    job.steps = steps
+    return [], f"{steps.steps} steps of {steps.size} ranks"
 
 
 def _of_timeline(job: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
@@ -143,10 +142,6 @@ def _of_timeline(job: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
             at = job.causes.index(whole)
             job.causes[at : at + 1] = [rest] if left > 0.5 * whole.lost_s else []
         job.causes += exact
-    elif job.steps is not None and (job.steps.hosts or 1) > 1:  # within a host compression costs time
-        for at, one in enumerate(job.causes):
-            saves = exchange.compression(summary, one.lost_s, job.steps.step_s) if one.kind == "exchange" else ""
-            job.causes[at] = replace(one, advice=f"{saves}{one.advice}")
     return list(summary.causes), f"{summary.operations} operations"
 
 
@@ -169,14 +164,7 @@ _TOOLS = {LAUNCH: _of_launch, STEPS: _of_steps, TIMELINE: _of_timeline, TRACE: _
 """What reads each recording, in the order in which they know more of a cause."""
 
 
-def _first_line(path: Path) -> str:
-    try:
-        return printable(files.text(path, errors="replace").partition("\n")[0])
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
-
-
 def _same_delay(cause: Cause, known: Cause) -> bool:
-    """Whether a later witness means the rank that is known to be late, also where it cannot say which one that is."""
+    """Whether a later witness, which may not name a rank, means the rank that is known to be late."""
     unnamed = cause.kind == "late" and not cause.ranks
     return not {*known.ranks}.isdisjoint(cause.ranks) or (unnamed and 2 * known.share >= cause.share)

@@ -28,7 +28,6 @@ _BY_NAME = (
     ("trace-*-of-*.json", TRACE),
     ("trace-*-of-*.json.gz", TRACE),
     ("mpi_profile.*", MPI),
-    ("*.mpiP", MPI),
 )
 _SIGN = {
     MONITOR: re.compile(rb'^{"kind"\s*:\s*"start"'),

@@ -1,9 +1,8 @@
 """The one set of causes: what the times of the steps say costs a job time, and what is saved if it were gone.
 
-A cause is a change of the recorded steps: the seconds that some ranks, in some part of some steps, would not need
-without it. Its cost is what the job saves then, by the same sum that gives its length. The cause that saves most
-comes first, and the next one is looked for in the job without it: two slow ranks are two causes, and the second one
-says that it costs nothing before the first is mended.
+A cause is the seconds that some ranks, in some part of some steps, would not need without it. Its cost is what the job
+saves then. The next cause is looked for in the job without it: of two slow ranks the second one costs nothing before
+the first is mended.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,39 +49,17 @@ _PATTERN = 0.6
 _CHECKED = "saving, evaluation, logging"
 
 
-@dataclass(frozen=True)
-class StepCauses:
-    """What the times of the steps say.
+class StepCauses(NamedTuple):
+    """The steps, the causes in them, the one that saves most first, and what they do not say, full sentences."""
 
-    Attributes:
-        ranks, steps: how many; those steps that count.
-        step_s: mean seconds of one.
-        causes: the one that saves most first.
-        untold: what these times do not say, full sentences.
-        ready: whether the ranks say when their gradients were there.
-        waits: see ``StepTable``.
-        accounts: where the whole recorded time went, seconds by name.
-        hosts: on how many the ranks are; None where that is not known.
-    """
-
-    ranks: int
-    steps: int
-    step_s: float
+    job: StepTable
     causes: list[Cause]
     untold: list[str]
-    ready: bool
-    waits: Floats | None
-    accounts: dict[str, float]
-    hosts: int | None
 
 
 @dataclass
 class _Candidate:
-    """What may be a cause: ``less`` and ``exchange`` are what ``StepTable.without`` takes.
-
-    ``recorded``: it was recorded by its name, and goes before what is inferred. ``before``: seconds that the steps of
-    the warm-up do not need then.
-    """
+    """What may be a cause: ``less`` and ``exchange`` are what ``StepTable.without`` takes."""
 
     kind: str
     what: str
@@ -93,10 +71,12 @@ class _Candidate:
     ranks: tuple[int, ...] = ()
     once: bool = False
     recorded: bool = False
+    """By its name: then it goes before what is inferred."""
     before: float = 0.0
+    """Seconds that the steps of the warm-up do not need then."""
 
     def saves(self, job: StepTable) -> float:
-        """Seconds in all of the steps, those of the warm-up with ``before``."""
+        """Seconds in all of the steps."""
         return job.total_s - job.without(self.less, self.exchange).total_s + self.before
 
 
@@ -125,17 +105,7 @@ def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = N
         untold.append(f"{who} recorded {steps} of {longest} steps; what came later is not told.")
     if job.size == 1:
         untold.append("One rank alone waits for nobody, and exchanges nothing.")
-    return StepCauses(
-        ranks=job.size,
-        steps=job.steps,
-        step_s=job.step_s,
-        causes=[*_by_saving(job, launched), *_first_step(job)],
-        untold=untold,
-        ready=job.ready,
-        waits=job.waits,
-        accounts=job.accounts(),
-        hosts=None if None in job.hosts else len({*job.hosts}),
-    )
+    return StepCauses(job, [*_by_saving(job, launched), *_first_step(job)], untold)
 
 
 def _by_saving(whole: StepTable, launched: JobLaunch | None) -> list[Cause]:
@@ -155,18 +125,16 @@ def _by_saving(whole: StepTable, launched: JobLaunch | None) -> list[Cause]:
         if best.kind == "exchange":  # what is longer at times, or more and more, says more than the whole of it
             patterns = [one for one in candidates if not one.less and one is not best]
             best = next((one for one in patterns if one.saves(job) >= _PATTERN * best.saves(job)), best)
-        found.append(_cause(best, best.saves(job), best.saves(whole) if found else None, whole))
+        saved, alone, per = best.saves(job), best.saves(whole), 1 if best.once else whole.steps
+        found.append(
+            Cause(
+                best.kind, saved / per, saved / whole.total_s, best.what, f"{whole.where}: {best.evidence}.",
+                best.advice, per_step=not best.once, ranks=best.ranks,
+                alone_s=None if alone >= 0.7 * saved else max(0.0, alone) / per,
+            )
+        )  # fmt: skip
         job = job.without(best.less, best.exchange)
     return found
-
-
-def _cause(one: _Candidate, saved: float, alone: float | None, whole: StepTable) -> Cause:
-    per = 1 if one.once else whole.steps
-    return Cause(
-        one.kind, saved / per, saved / whole.total_s, one.what, f"{whole.where}: {one.evidence}.", one.advice,
-        per_step=not one.once, ranks=one.ranks,
-        alone_s=None if alone is None or alone >= 0.7 * saved else max(0.0, alone) / per,
-    )  # fmt: skip
 
 
 def _candidates(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candidate]:
@@ -180,12 +148,10 @@ def _candidates(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candida
             "exchange",
             f"The allreduce of gradients, and the update, come after the last {_recorded(job)}rank is ready.",
             f"{share_text(share)} of {_ms(job.step_s)} a step, on average",
-            f"{SENTENCES['large-tensors'][1]} hvdkit launch --timeline FILE says what the time goes to.",
+            f"{SENTENCES['large-tensors'][1]} hvdkit launch --timeline FILE says what the time goes to, "
+            "hvdkit emulate --compression what fewer bytes save between hosts.",
             _LEAST["exchange"], exchange=job.exchange,
         )  # fmt: skip
-
-
-# Some ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _slow(job: StepTable) -> Iterator[_Candidate]:
@@ -204,10 +170,7 @@ def _slow(job: StepTable) -> Iterator[_Candidate]:
 
 
 def _beyond(slow: Floats, others: Floats) -> Floats:
-    """By how much the steps of slow ranks are longer than those of the others: their shortest than the others', etc.
-
-    Compared in each step, a slow rank without its excess would be faster than all ranks whose steps vary by chance.
-    """
+    """By how much the steps of slow ranks are longer than those of the others: their shortest than the others', etc."""
     order = np.argsort(slow, axis=1)
     beyond = np.maximum(0.0, np.sort(slow, axis=1) - lower_median(np.sort(others, axis=1)))
     found = np.zeros(slow.shape)
@@ -257,7 +220,7 @@ def _why(job: StepTable, rows: list[int], lost: float, host: bool) -> tuple[str,
     read = bool(job.parts["input"].any())
     if job.used is None:
         return lateness.why(lost, np.nan, np.nan, np.nan, itself=True, read=read or host), ""
-    ran, queued, of_all = (_excess(one, rows) for one in job.used)
+    ran, queued, of_all = (float((one[rows] - lower_median(np.delete(one, rows, axis=0))).mean()) for one in job.used)
     itself = lateness.computes_itself(job.used[0].mean(axis=1), job.used[2].mean(axis=1))
     why = lateness.why(lost, ran, queued, of_all, itself=itself, read=read)
     if why == "cores":
@@ -267,11 +230,6 @@ def _why(job: StepTable, rows: list[int], lost: float, host: bool) -> tuple[str,
         "unread": "; the training thread there runs no longer",
         "blocked": "; the thread that trains neither runs nor waits for a core meanwhile",
     }.get(why, "")
-
-
-def _excess(values: Floats, rows: list[int]) -> float:
-    """By how much these ranks have more of something than the others, seconds a step."""
-    return float((values[rows] - lower_median(np.delete(values, rows, axis=0))).mean())
 
 
 def _sharing(job: StepTable, rows: Sequence[int]) -> str | None:
@@ -294,10 +252,7 @@ def _joined(late: Sequence[_Candidate]) -> _Candidate | None:
     if len(late) < 2:
         return None
     ordered = sorted(late, key=lambda one: -sum(part.sum() for part in one.less.values()))
-    less: dict[str, Floats] = {}
-    for one in ordered:
-        for part, seconds in one.less.items():
-            less[part] = less.get(part, 0.0) + seconds
+    less = {part: np.asarray(sum(one.less.get(part, 0.0) for one in ordered)) for part in PARTS}
     return _Candidate(
         ordered[0].kind, " ".join(one.what for one in ordered), "; ".join(one.evidence for one in ordered),
         ordered[0].advice, _LEAST["late"], less, ranks=tuple(sorted({rank for one in late for rank in one.ranks})),
@@ -327,9 +282,6 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
     in_steps = share_text(float((lost > 0.5 * lost.mean()).mean()))
     evidence = f"{by or 'no rank causes most of it in most steps'}; in {in_steps} of {job.steps} steps"
     yield _Candidate("random-late", what, evidence, advice, _LEAST["rare"], parts, ranks=ranks)
-
-
-# All ranks ------------------------------------------------------------------------------------------------------------
 
 
 def _events(job: StepTable) -> Iterator[_Candidate]:

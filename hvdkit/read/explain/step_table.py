@@ -188,12 +188,8 @@ def table(
 
 
 def _trained(times: Sequence[RankTimes]) -> tuple[bool, list[list[Step]], list[list[float]]]:
-    """Whether ranks say when their gradients were there; of each rank the steps that train, and the rest's seconds.
-
-    Ranks with as many steps leave out the same ones. Where the root alone validates, each leaves out its own.
-
-    Returns:
-        As said; seconds of validation are those before each step that trains, and those after the last one.
+    """Whether ranks say when their gradients were there; of each rank the steps that train, and the seconds of
+    validation before each of them and after the last one. Ranks with as many steps leave out the same ones.
     """
     said = [[step.ready is not None for step in rank.steps] for rank in times]
     least = min(map(len, said))
@@ -214,10 +210,9 @@ def _trained(times: Sequence[RankTimes]) -> tuple[bool, list[list[Step]], list[l
 
 
 def _left(times: Sequence[RankTimes], arrived: Floats, ended: Floats, first: int) -> Floats:
-    """When each rank had the gradients of all ranks, each by its own clock, (ranks, steps).
+    """When each rank had the gradients of all ranks, by its own clock, (ranks, steps).
 
-    Where nobody says so, that is when the first rank of its host ended the step: what a rank does after the exchange
-    (writing, callbacks) may belong to the end of the step that it records.
+    Where nobody says so, that is when the first rank of its host ended the step: callbacks may follow the exchange.
     """
     if not np.isnan(arrived[:, first:]).any():
         return np.where(np.isnan(arrived), ended, arrived)

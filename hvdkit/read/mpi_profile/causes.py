@@ -69,7 +69,7 @@ def _of_job(
 
 
 def _large(profile: Profile, shown: RankProfile) -> Cause | None:
-    """The time of payload calls of at least 64 KiB on the shown rank, as a cause; None where there are none."""
+    """The time of payload calls of at least 64 KiB on the shown rank."""
     rows = [row for row in shown.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL_BYTES]
     whole = measures.total(rows)
     lost = _moving(profile, shown, whole)
@@ -103,7 +103,7 @@ def _small(profile: Profile, shown: RankProfile) -> Cause | None:
 
 
 def _moving(profile: Profile, shown: RankProfile, calls: measures.Sums) -> float:
-    """Seconds of these calls without the wait for later ranks: the rank that spends the least time in MPI has none."""
+    """Seconds without the wait for later ranks: the rank that spends the least time in MPI has none."""
     if calls.wait_s or shown.horovod or not shown.mpi_seconds:
         return calls.seconds - (calls.wait_s or 0.0)
     least = min(dict(profile.mpi_seconds).values(), default=shown.mpi_seconds)
@@ -121,10 +121,7 @@ def _waiting(shown: RankProfile) -> Cause | None:
 
 
 def _late(profile: Profile, shown: RankProfile) -> Cause | None:
-    """Collectives end together: the ranks that spend the least time in them mostly come last.
-
-    Not so where Horovod negotiates in its own thread first: then nobody waits in the collectives themselves.
-    """
+    """Collectives end together: who spends the least time in them mostly comes last; not under Horovod's thread."""
     times = dict(profile.mpi_seconds)
     if shown.horovod or len(times) < 2:
         return None

@@ -1,8 +1,8 @@
-"""``hvdkit mpi-profile``: a profile as JSON and as tables for people."""
+"""``hvdkit mpi-profile``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -15,7 +15,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.causes import Cause, by_cost, verdict
 from hvdkit.read.mpi_profile import measures, reading
 from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, WHOSE_TIME, causes, otherwise
-from hvdkit.read.mpi_profile.model import CONTROL, PURPOSES, Profile, RankProfile
+from hvdkit.read.mpi_profile.model import CONTROL, HVDKIT, PURPOSES, Profile, RankProfile
 
 SUBCOMMANDS = {
     "show": ("hvdkit.read.mpi_profile.cli:show", "Print routines, sizes, control and payload."),
@@ -26,8 +26,8 @@ SUBCOMMANDS = {
 def mpi_profile() -> None:
     """Read MPI profiles of every rank: calls, bytes and time by routine and size.
 
-    Profiles are recorded by `hvdkit launch --mpi-profile DIR`; those of IBM's mpitrace and of mpiP are read, too. MPI
-    alone is seen, not what goes over NCCL or Gloo.
+    Profiles are recorded by `hvdkit launch --mpi-profile DIR`; those of IBM's mpitrace are read, too. MPI alone
+    is seen, not what goes over NCCL or Gloo.
 
     \b
       hvdkit launch -n 2 --mpi-profile profile -- python train.py
@@ -47,8 +47,8 @@ _PATH = click.Path(path_type=Path, exists=True)
 def show(paths: tuple[Path, ...], number: int | None, form: str | None) -> int:
     """Print which MPI routines the ranks of a job called, for how long, and what stands out.
 
-    DIR is that of `hvdkit launch --mpi-profile DIR`; or give the files mpi_profile.* of IBM's mpitrace, or one report
-    of mpiP. Tables are of one rank, with the least, median and most time over all ranks. Control is Horovod's
+    DIR is that of `hvdkit launch --mpi-profile DIR`; or give the files mpi_profile.* of IBM's mpitrace.
+    Tables are of one rank, with the least, median and most time over all ranks. Control is Horovod's
     negotiation, payload what it, or another program, sends. Bus bandwidth counts as nccl-tests do: 2 (n-1) / n x bytes
     / time of an allreduce.
 
@@ -57,7 +57,6 @@ def show(paths: tuple[Path, ...], number: int | None, form: str | None) -> int:
       hvdkit mpi-profile show profile
       hvdkit mpi-profile show profile --rank 3 --json
       hvdkit mpi-profile show mpi_profile.2500161.*
-      hvdkit mpi-profile show train.8.4711.1.mpiP
 
     Exit status: 0 success, 1 a profile cannot be used, 2 for bad usage.
     """
@@ -83,7 +82,7 @@ class ShownProfile(Document, frozen=True):
     """What MPI did in a job, whatever recorded it; None is what the files do not say.
 
     Attributes:
-        source: what recorded it: "hvdkit", "mpitrace" or "mpiP".
+        source: what recorded it: "hvdkit" or "mpitrace".
         library: the MPI; "" where it is not known.
         size: ranks of the job.
         missing: ranks without a record.
@@ -117,12 +116,8 @@ class ShownProfile(Document, frozen=True):
 
 
 def shown_as(profile: Profile, shown: RankProfile) -> ShownProfile:
-    """The profile with all that is said of it.
-
-    Args:
-        shown: the rank that routines and sizes are about.
-    """
-    certain = profile.certain(shown)
+    """The profile with all that is said of it; ``shown``: the rank that routines and sizes are about."""
+    certain = profile.source == HVDKIT
     notes = [profile.missing_text] if profile.missing else []
     if shown.horovod:
         notes.append(WHOSE_TIME)
@@ -150,6 +145,16 @@ def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
     elapsed = "" if shown.seconds is None else f" of {shown.seconds:.3f} s"
     library = f", {profile.library}" if profile.library else ""
     first = verdict(found.causes, otherwise(shown))
+    purposes = [
+        (
+            name,
+            one.calls,
+            None if one.bytes is None else bytes_text(one.bytes),
+            f"{one.seconds:.3f}",
+            share_text(one.seconds / shown.mpi_seconds) if shown.mpi_seconds > 0 else None,
+        )
+        for name, one in found.traffic.items()
+    ]
     parts: list[Table | str] = [
         *first,
         *([UNSEEN] if shown.horovod and len(first) > 1 else []),
@@ -157,8 +162,8 @@ def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
         f"Rank {shown.rank} of {profile.size} ({len(profile.ranks)} recorded by {profile.source}{library}): "
         f"{shown.mpi_seconds:.3f} s{elapsed} in MPI",
         _routines(found, several=len(profile.ranks) > 1),
-        Table.of([one for one in found.sizes if one.bytes], _SIZES, _SIZES_LEFT, "By size of a call"),
-        _purposes(found.traffic, shown.mpi_seconds),
+        Table.of([one for one in found.sizes if one.bytes], _SIZES, list(_SIZES)[:3], "By size of a call"),
+        Table("What it was for", ("purpose", "#calls", "bytes", "time (s)", "share"), purposes, ("purpose",)),
     ]
     if len(profile.mpi_seconds) > 1 and found.mpi_seconds is not None:
         over = found.mpi_seconds
@@ -190,7 +195,6 @@ def _routines(found: ShownProfile, *, several: bool) -> Table:
 
 
 def _range(one: measures.Size) -> str:
-    """One size, a range, or an average."""
     if one.least_bytes is None or one.most_bytes is None:
         return f"{one.average_bytes or 0:.1f}"
     if one.least_bytes == one.most_bytes:
@@ -210,15 +214,3 @@ _SIZES: dict[str, Callable[[measures.Size], object]] = {
         None if one.bus_bytes_per_s is None or one.purpose == CONTROL else f"{bytes_text(one.bus_bytes_per_s)}/s"
     ),
 }
-_SIZES_LEFT = ("MPI routine", "purpose", "bytes")
-
-
-def _purposes(traffic: Mapping[str, measures.Sums], whole: float) -> Table:
-    cells: dict[str, Callable[[tuple[str, measures.Sums]], object]] = {
-        "purpose": lambda row: row[0],
-        "#calls": lambda row: row[1].calls,
-        "bytes": lambda row: None if row[1].bytes is None else bytes_text(row[1].bytes),
-        "time (s)": lambda row: f"{row[1].seconds:.3f}",
-        "share": lambda row: share_text(row[1].seconds / whole) if whole > 0 else None,
-    }
-    return Table.of(list(traffic.items()), cells, title="What it was for")

@@ -136,7 +136,7 @@ def routines(profile: Profile, shown: RankProfile) -> list[Routine]:
 def sizes(profile: Profile, shown: RankProfile) -> list[Size]:
     """The calls of a rank by routine, purpose and size, in the order of time of their routine, then by size.
 
-    Calls of a power-of-two range are one line for ours; mpitrace has ranges of its own, and mpiP call sites.
+    Calls of a power-of-two range are one line for ours; mpitrace has ranges of its own.
     """
     ours = profile.source == HVDKIT
     groups: dict[tuple[str, str, int, int], list[Calls]] = {}

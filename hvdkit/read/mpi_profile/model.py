@@ -8,13 +8,11 @@ What Horovod 0.28.1 calls (``mpi_controller.cc``, ``response_cache.cc``, ``mpi_o
   MPI_Bcast of a length (MPI_INT) and of the response (MPI_BYTE); tensors have other types, MPI_UINT8_T for bytes;
 - MPI_Allgather at the start, MPI_Alltoall of lengths before an alltoall, both of MPI_INT; tensors use the -v forms.
 
-Our recorder knows caller, operation and type of each call, so that this is exact. mpiP may know the function that
-called. Of mpitrace's files there are sizes alone: see ``_by_size``.
+Our recorder knows caller, operation and type of each call, so that this is exact. mpitrace knows sizes alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,7 @@ from msgspec.structs import replace
 from hvdkit.common.json_files import Part
 from hvdkit.errors import CorruptDataError
 
-HVDKIT, MPITRACE, MPIP = "hvdkit", "mpitrace", "mpiP"
+HVDKIT, MPITRACE = "hvdkit", "mpitrace"
 """What a profile was recorded with."""
 
 
@@ -52,11 +50,6 @@ PURPOSES = (PAYLOAD, CONTROL, SYNCHRONISATION, MANAGEMENT)
 _BITS = ("MPI_BAND", "MPI_BOR")
 _ONLY_CONTROL = ("MPI_Gather", "MPI_Gatherv", "MPI_Allgather", "MPI_Alltoall")
 """Routines that Horovod uses for nothing else."""
-_FUNCTIONS = (
-    *("CrossRankBitwise", "RecvReadyTensors", "SendReadyTensors", "RecvFinalTensors", "SendFinalTensors"),
-    *("AlltoallGetRecvSplits", "Allgather2Ints", "MPIController"),
-)
-"""Of Horovod's controller, where mpiP names the caller."""
 _WORD, _LARGEST_VECTOR = 8, 1024
 
 
@@ -74,7 +67,6 @@ class Calls(Part, frozen=True):
         processes: of the communicator; None where it is not known.
         caller: library or program that called, such as "horovod"; "" where it is not known.
         op, datatype: such as "MPI_SUM" and "MPI_FLOAT"; "" for none, for one that is not predefined, and not known.
-        function: the function that called, as mpiP names it; "" where it is not known.
         purpose: "payload", "control", "synchronisation" or "management".
     """
 
@@ -90,7 +82,6 @@ class Calls(Part, frozen=True):
     caller: str = ""
     op: str = ""
     datatype: str = ""
-    function: str = ""
     purpose: str = ""
 
     @property
@@ -132,7 +123,7 @@ class Profile:
     """A job.
 
     Attributes:
-        source: "hvdkit", "mpitrace" or "mpiP".
+        source: "hvdkit" or "mpitrace".
         size: ranks of the job, > 0.
         ranks: those that there is a record of, by number, at least one.
         mpi_seconds: seconds in MPI of every rank that some file tells them of, which can be more than ``ranks``.
@@ -146,10 +137,6 @@ class Profile:
     mpi_seconds: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     library: str = ""
-
-    def certain(self, rank: RankProfile) -> bool:
-        """Whether the purposes of a rank's calls are known, not told from sizes."""
-        return self.source == HVDKIT or any(map(_of_controller, rank.calls))
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -178,7 +165,6 @@ def of_ranks(
     Args:
         parts: the file of each, the ranks that the job has by it, and the rank.
         times: seconds in MPI of ranks that a file tells otherwise than by their calls.
-        source, notes, library: as in ``Profile``.
     Raises:
         CorruptDataError: a rank is there twice, or cannot be, or the files are of different jobs.
     """
@@ -196,29 +182,22 @@ def of_ranks(
         there[of_rank.rank] = path
     ranks = sorted((of_rank for *_, of_rank in parts), key=lambda of_rank: of_rank.rank)
     seconds = {of_rank.rank: of_rank.mpi_seconds for of_rank in ranks} | dict(times)
-    return with_purposes(Profile(source, size, tuple(ranks), dict(sorted(seconds.items())), tuple(notes), library))
+    told = tuple(_with_purposes(rank, source) for rank in ranks)
+    return Profile(source, size, told, dict(sorted(seconds.items())), tuple(notes), library)
 
 
-def with_purposes(profile: Profile) -> Profile:
-    """The profile with what each call was for."""
-    ranks = []
-    for rank in profile.ranks:
-        if profile.source == HVDKIT:
-            control = [row.caller == "horovod" and _is_control(row) for row in rank.calls]
-        elif profile.certain(rank):
-            control = [_of_controller(row) for row in rank.calls]
-        else:
-            control = _by_size(rank.calls)
-        calls = [
-            replace(row, purpose=CONTROL if is_control else _purpose(row.routine))
-            for row, is_control in zip(rank.calls, control, strict=True)
-        ]
-        ranks.append(replace(rank, calls=tuple(calls)))
-    return dataclasses.replace(profile, ranks=tuple(ranks))
+def _with_purposes(rank: RankProfile, source: str) -> RankProfile:
+    if source == HVDKIT:
+        control = [row.caller == "horovod" and _is_control(row) for row in rank.calls]
+    else:
+        control = _by_size(rank.calls)
+    pairs = zip(rank.calls, control, strict=True)
+    calls = [replace(row, purpose=CONTROL if is_control else _purpose(row.routine)) for row, is_control in pairs]
+    return replace(rank, calls=tuple(calls))
 
 
 def _purpose(routine: str) -> str:
-    """What a routine is for that is no negotiation of Horovod: it moves data, now or later, or waits, or neither."""
+    """What a routine is for that is no negotiation of Horovod."""
     begins_collective = routine.startswith("MPI_I") and f"MPI_{routine[5:].capitalize()}" in COLLECTIVES
     if routine in COLLECTIVES or routine in _POINT_TO_POINT or begins_collective:
         return PAYLOAD
@@ -226,7 +205,6 @@ def _purpose(routine: str) -> str:
 
 
 def _is_control(row: Calls) -> bool:
-    """Of a call that Horovod made."""
     if row.routine == "MPI_Allreduce":
         return row.op in _BITS
     if row.routine == "MPI_Bcast":
@@ -234,22 +212,16 @@ def _is_control(row: Calls) -> bool:
     return row.routine in _ONLY_CONTROL
 
 
-def _of_controller(row: Calls) -> bool:
-    """Whether mpiP saw that Horovod's controller called."""
-    return any(name in row.function for name in _FUNCTIONS)
-
-
 def _by_size(rows: Sequence[Calls]) -> list[bool]:
-    """Taken for control where only sizes are known.
+    """What is taken for control where only sizes are known.
 
-    A job is taken for one of Horovod over MPI when it has as many gathers as gathers of unequal parts, the former of 4
-    bytes: the lengths of its requests and the requests. Then those are control, and so are allgathers of 4 bytes,
-    broadcasts of 4 bytes (lengths, when they are no fewer than the gathers), and the allreduces of the most frequent
-    size, when that is a small number of 8-byte words. Responses, one more broadcast for each gather, look like data of
-    any size and stay with the data.
+    As many gathers of 4 bytes (lengths of requests) as gathers of unequal parts (the requests) are Horovod's. Then
+    those are control, and so are allgathers and broadcasts of 4 bytes, and the allreduces of the most frequent size,
+    when that is a small number of 8-byte words. Responses look like data of any size and stay with the data.
     """
-    gathers = _count(rows, "MPI_Gather", size=4)
-    if not gathers or gathers != _count(rows, "MPI_Gatherv") or gathers != _count(rows, "MPI_Gather"):
+    lengths, requests = ([row for row in rows if row.routine == name] for name in ("MPI_Gather", "MPI_Gatherv"))
+    gathers = sum(row.calls for row in lengths)
+    if not gathers or gathers != sum(row.calls for row in requests) or any(row.average_bytes != 4 for row in lengths):
         return [False] * len(rows)
     reductions = [row for row in rows if row.routine == "MPI_Allreduce"]
     vectors = max(reductions, key=lambda row: row.calls, default=None)
@@ -263,7 +235,3 @@ def _by_size(rows: Sequence[Calls]) -> list[bool]:
         or (row.routine == "MPI_Bcast" and row.average_bytes == 4 and row.calls >= gathers)
         for row in rows
     ]
-
-
-def _count(rows: Sequence[Calls], routine: str, size: float | None = None) -> int:
-    return sum(row.calls for row in rows if row.routine == routine and size in (None, row.average_bytes))

@@ -43,9 +43,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
 
 
 def _read_one(path: Path, text: str) -> tuple[Path, int, RankProfile, dict[int, float]]:
-    """One rank's file: number of ranks, the rank with its calls, and in that of rank 0 the seconds of every rank in
-    MPI, from a table whose hosts' names stay there. An error where numbers do not agree.
-    """
+    """One rank's file: number of ranks, the rank with its calls, and in that of rank 0 the seconds of all in MPI."""
     lines = text.splitlines()
     head = HEAD.match(lines[0]) if lines else None
     if head is None or int(head[1]) >= int(head[2]):
@@ -102,7 +100,6 @@ def _read_one(path: Path, text: str) -> tuple[Path, int, RankProfile, dict[int, 
 
 
 def _calls(routine: str, row: re.Match[str]) -> list[Calls]:
-    """What a row of a table says, nothing where there were no calls."""
     count = int(row[2])
     return [Calls(routine, count, float(row[4]), bytes=count * float(row[3]))] if count else []
 

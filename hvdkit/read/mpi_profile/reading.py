@@ -1,7 +1,4 @@
-"""Finds the files of a profile, tells what wrote them, and reads them.
-
-Those of ``hvdkit launch --mpi-profile``, mpi_profile.RANK.json, are read here, others in modules of their own.
-"""
+"""Finds the files of a profile, tells what wrote them, and reads them; ours here, others in modules of their own."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from hvdkit.common import files, json_files
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import count_text
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.read.mpi_profile import mpip, mpitrace
-from hvdkit.read.mpi_profile.model import HVDKIT, MPIP, MPITRACE, Calls, Profile, RankProfile, of_ranks
+from hvdkit.read.mpi_profile import mpitrace
+from hvdkit.read.mpi_profile.model import HVDKIT, MPITRACE, Calls, Profile, RankProfile, of_ranks
 
-_PATTERNS = ("mpi_profile.*", "*.mpiP")
+_PATTERN = "mpi_profile.*"
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
 
@@ -98,14 +95,7 @@ class RankFile(Document, frozen=True, forbid_unknown_fields=False):
 
 
 def _read_ours(files: Sequence[tuple[Path, str]]) -> Profile:
-    """The profile of a job that hvdkit recorded.
-
-    Args:
-        files: paths and contents, of one job or, after another one wrote into the same directory, of several: the
-            newest is read.
-    Raises:
-        CorruptDataError: a file is cut off or holds what cannot be.
-    """
+    """The profile of a job that hvdkit recorded; of several jobs in one directory the newest."""
     found = [(path, json_files.decode(text, RankFile, str(path), CorruptDataError)) for path, text in files]
     _, newest = max(found, key=lambda one: one[0].stat().st_mtime_ns if one[0].exists() else 0)
     of_job = sorted((one for one in found if one[1].job == newest.job), key=lambda one: one[1].rank)
@@ -114,30 +104,23 @@ def _read_ours(files: Sequence[tuple[Path, str]]) -> Profile:
         calls = _calls(file)
         rank = RankProfile(file.rank, file.state, file.seconds, sum(row.seconds for row in calls), calls)
         parts.append((path, file.size, rank))
-    notes = _notes([file for _, file in of_job], len(found) - len(of_job))
-    return of_ranks(HVDKIT, parts, {}, notes, newest.library)
-
-
-def _notes(files: Sequence[RankFile], older: int) -> list[str]:
     notes = []
-    if older:
+    if older := len(found) - len(of_job):
         notes.append(f"{count_text(older, 'file')} of an earlier job in the same directory left out.")
     for state, what in (
         ("running", "was killed, or still ran: its record ends up to a minute before its end"),
         ("exited", "ended without MPI_Finalize"),
         ("aborted", "called MPI_Abort"),
     ):
-        ranks = [str(file.rank) for file in files if file.state == state]
+        ranks = [str(file.rank) for _, file in of_job if file.state == state]
         if ranks:
             notes.append(f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(ranks)} {what}.")
-    lost = sum(file.lost for file in files)
-    if lost:
+    if lost := sum(file.lost for _, file in of_job):
         notes.append(f"{lost} calls were not recorded: more than 512 kinds of calls on a rank.")
-    return notes
+    return of_ranks(HVDKIT, parts, {}, notes, newest.library)
 
 
 def _calls(file: RankFile) -> tuple[Calls, ...]:
-    """What a rank called, a row for each range of sizes of each group."""
     return tuple(
         Calls(
             routine=group.routine,
@@ -158,7 +141,7 @@ def _calls(file: RankFile) -> tuple[Calls, ...]:
     )
 
 
-READERS = {HVDKIT: _read_ours, MPITRACE: mpitrace.read, MPIP: mpip.read}
+READERS = {HVDKIT: _read_ours, MPITRACE: mpitrace.read}
 
 
 def read(paths: Sequence[Path]) -> Profile:
@@ -193,10 +176,10 @@ def _files(paths: Iterable[Path]) -> list[Path]:
                 raise DataNotFoundError(f"{path} does not exist; give the directory of --mpi-profile, or files.")
             found.append(path)
             continue
-        inside = sorted({file for pattern in _PATTERNS for file in path.glob(pattern) if file.is_file()})
+        inside = sorted(file for file in path.glob(_PATTERN) if file.is_file())
         if not inside:
             raise DataNotFoundError(
-                f"{path} holds no MPI profile (mpi_profile.* or *.mpiP): no rank that MPI was started in has written "
+                f"{path} holds no MPI profile (mpi_profile.*): no rank that MPI was started in has written "
                 "one; record one with 'hvdkit launch --mpi-profile DIR'."
             )
         found += inside
@@ -209,11 +192,9 @@ def _format(path: Path, text: str) -> str:
         raise CorruptDataError(f"{path} is empty: it was cut off; copy it again, or leave it out.")
     if start.startswith("{"):
         return HVDKIT
-    if start.startswith(mpip.HEAD):
-        return MPIP
     if mpitrace.HEAD.match(text):
         return MPITRACE
     raise CorruptDataError(
         f"{path} begins with {start[:40].splitlines()[0]!r}: neither a profile of hvdkit, nor of mpitrace ('Data for "
-        "MPI rank ...'), nor of mpiP ('@ mpiP')."
+        "MPI rank ...')."
     )

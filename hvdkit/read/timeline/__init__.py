@@ -7,10 +7,6 @@
         print(operation.tensor, operation.kind, operation.bytes)
     for cause in timeline.summarize("timeline.json").causes:
         print(cause.sentence(), cause.advice)
-
-What each module is for: ``model`` one operation and its phases, ``reader`` file to operations as a stream, ``columns``,
-``measures`` and ``summary`` operations to numbers, ``results`` these, ``causes`` numbers to what costs time, ``report``
-the HTML page, ``cli`` the command and its tables.
 """
 
 from hvdkit.read.timeline.model import CycleMark, Operation, Phase

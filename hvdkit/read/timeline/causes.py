@@ -23,7 +23,7 @@ def causes(summary: TimelineSummary) -> list[Cause]:
     steps = summary.steps
     if steps is not None and steps.duration is not None and steps.duration.p50 > 0:
         duration = steps.duration
-        found += [rule(summary, steps, duration) for rule in (_first_step, _late, _negotiation, _small, _large)]
+        found += [rule(summary, steps, duration) for rule in (_late, _negotiation, _small, _large)]
     return [cause for cause in found if cause is not None]
 
 
@@ -31,8 +31,8 @@ def otherwise(summary: TimelineSummary) -> str:
     """The verdict where no cause is worth a sentence."""
     steps = summary.steps
     if steps is not None and (steps.duration is None or steps.idle is None or steps.duration.p50 <= 0):
-        return "It cannot tell: fewer than three steps are in this part of the recording."
-    if steps is None and OUTER in summary.roles:
+        return "It cannot tell: fewer than three steps are in the recording."
+    if steps is None and any(tensor.role == OUTER for tensor in summary.tensors):
         return "It cannot tell: weights are averaged in outer steps, and no gradient is reduced between them."
     if steps is None or steps.duration is None or steps.idle is None:
         return (
@@ -47,43 +47,26 @@ def otherwise(summary: TimelineSummary) -> str:
     )
 
 
-def _mean(part: Distribution) -> float:
-    return part.total / part.count
-
-
 def _per_step(
     kind: str, lost: float, duration: Distribution, evidence: str, what: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
     hidden = kind in ("large-tensors", "small-tensors", "negotiation")
-    return Cause(kind, lost / 1e6, lost / _mean(duration), what, evidence, advice, ranks=ranks, at_most=hidden)
-
-
-def _once(kind: str, lost: float, summary: TimelineSummary, evidence: str, what: str, advice: str) -> Cause:
-    return Cause(kind, lost / 1e6, lost / (summary.duration or 1.0), what, evidence, advice, per_step=False)
+    return Cause(kind, lost / 1e6, lost / duration.mean, what, evidence, advice, ranks=ranks, at_most=hidden)
 
 
 def _setup(summary: TimelineSummary) -> Cause | None:
     if not summary.setup:
         return None
     evidence = f"INIT_NCCL, {duration_text(summary.setup)} of {duration_text(summary.duration)} of the timeline"
-    return _once("setup", summary.setup, summary, evidence, *SENTENCES["setup"])
-
-
-def _first_step(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
-    if steps.first is None or steps.count < 5:
-        return None
-    lost = steps.first - steps.first_setup - duration.p50
-    if lost < max(50_000.0, duration.p50):
-        return None
-    beside = f", {duration_text(steps.first_setup)} of it NCCL's set-up" if steps.first_setup else ""
-    evidence = f"first step {duration_text(steps.first)}{beside}, the usual one {duration_text(duration.p50)}"
-    return _once("first-step", lost, summary, evidence, *SENTENCES["first-step"])
+    share = summary.setup / (summary.duration or 1.0)
+    what, advice = SENTENCES["setup"]
+    return Cause("setup", summary.setup / 1e6, share, what, evidence, advice, per_step=False)
 
 
 def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     """The ranks that the others wait for, by the ticks of the timeline; some rank, where it has no ticks."""
-    costs = {rank.rank: rank.cost for rank in summary.skew.ranks if rank.cost is not None} if summary.skew else {}
-    if not costs:
+    costs = summary.costs
+    if costs is None:
         if not steps.late:
             return None
         evidence = f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle"
@@ -100,9 +83,8 @@ def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cau
 
 
 def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
-    """What a step waits for within a cycle: the cycle itself, or requests that miss the cache."""
     lost = steps.negotiation
-    if not lost or lost < _MOST_HIDDEN * _mean(duration):
+    if not lost or lost < _MOST_HIDDEN * duration.mean:
         return None
     cycle, missed = summary.cycle.p50 if summary.cycle else 1e6 * CYCLE_S, steps.missed or 0.0
     known = "measured" if summary.cycle else "Horovod's default; set HOROVOD_TIMELINE_MARK_CYCLES=1 to measure it"
@@ -132,36 +114,27 @@ def _small(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Ca
     batches = summary.batches
     if batches is None or batches.little < MANY * steps.count:
         return None
-    evidence = f"{batches.little} exchanges of at most 64 KB, {batches.small} of them of a single tensor"
+    evidence = f"{batches.little} exchanges of at most 64 KB"
     said = many_small(batches.little / steps.count)
     return _per_step("small-tensors", batches.little_time / steps.count, duration, evidence, *said)
 
 
 def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
-    """The time of collectives that are not small, as a cause, with the advice that the sizes suggest."""
     batches = summary.batches
     if steps.communication is None or batches is None:
         return None
-    lost = _mean(steps.communication) * batches.large_share
-    if lost < _MOST_HIDDEN * _mean(duration):
+    lost = steps.communication.mean * batches.large_share
+    if lost < _MOST_HIDDEN * duration.mean:
         return None
     size = "Large tensors" if steps.bytes is None else f"{bytes_text(steps.bytes)} per step"
     what = f"{size} {'are' if steps.bytes is None else 'is'} reduced."
-    biggest, evidence = _biggest(summary, steps), f"collectives of the timeline, {duration_text(lost)} of the mean step"
-    advice = f"{SENTENCES['large-tensors'][1]} {HOW_MUCH_IS_HIDDEN}"
-    if biggest is not None:
-        evidence += f"; {biggest}"
-    elif batches.per_step is not None and batches.per_step <= 1.2 and (steps.bytes or 0) >= 16 << 20:
-        smaller = 1 << (((steps.bytes or 0) // 4).bit_length() - 1)
-        evidence += "; all tensors leave in one batch, nothing before the last gradient is there"
-        advice = f"A smaller fusion buffer, so that it overlaps: HOROVOD_FUSION_THRESHOLD={smaller} (bytes)."
-    return _per_step("large-tensors", lost, duration, evidence, what, advice)
-
-
-def _biggest(summary: TimelineSummary, steps: Steps) -> str | None:
+    evidence = f"collectives of the timeline, {duration_text(lost)} of the mean step"
     sizes = [tensor for tensor in summary.tensors if tensor.bytes and tensor.kind in ("ALLREDUCE", "ADASUM")]
-    if not steps.bytes or steps.tensors < 2 or not sizes:
-        return None
-    biggest = max(sizes, key=lambda tensor: tensor.bytes or 0)
-    share = (biggest.bytes or 0) / steps.bytes
-    return f"{share_text(share)} of the bytes are {shortened(biggest.tensor, 40)}" if 0.5 <= share <= 1 else None
+    if steps.bytes and steps.tensors > 1 and sizes:
+        biggest = max(sizes, key=lambda tensor: tensor.bytes or 0)
+        share = (biggest.bytes or 0) / steps.bytes
+        evidence += (
+            f"; {share_text(share)} of the bytes are {shortened(biggest.tensor, 40)}" if 0.5 <= share <= 1 else ""
+        )
+    advice = f"{SENTENCES['large-tensors'][1]} {HOW_MUCH_IS_HIDDEN}"
+    return _per_step("large-tensors", lost, duration, evidence, what, advice)

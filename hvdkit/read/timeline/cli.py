@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -12,13 +11,12 @@ from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.files import replacing
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, number_text, share_text, shortened
-from hvdkit.errors import DataError
 from hvdkit.read.causes import verdict
 from hvdkit.read.timeline.causes import otherwise
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.model import GROUPS, NORMS, OUTER, PACKED
+from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read
-from hvdkit.read.timeline.results import NO_SKEW, Batches, Skew, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import TensorSummary, TimelineSummary
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 SUBCOMMANDS = {
@@ -29,7 +27,7 @@ SUBCOMMANDS = {
 
 _MOVED = {
     "diff": "hvdkit diff A B",
-    "slice": "hvdkit timeline report FILE -o HTML --since S --until S",
+    "slice": "hvdkit timeline report FILE -o HTML --step K",
     "export": "https://ui.perfetto.dev",
 }
 
@@ -51,11 +49,9 @@ def timeline() -> None:
 
 @click.command()
 @click.argument("file", type=PATH)
-@click.option("--since", type=float, metavar="SECONDS", help="Only what began so long after the first event, or later.")
-@click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
 @click.option("--top", type=AT_LEAST_0, default=10, metavar="N", help="Tensors to list.")
 @click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds, sizes in bytes.")
-def summary(file: Path, top: int, form: str | None, since: float | None, until: float | None) -> int:
+def summary(file: Path, top: int, form: str | None) -> int:
     """Name what costs a job time and what to try, then show where the time went, in numbers.
 
     Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
@@ -65,19 +61,13 @@ def summary(file: Path, top: int, form: str | None, since: float | None, until: 
     Examples:
       hvdkit timeline summary timeline.json
       hvdkit timeline summary timeline.json.gz --top 3
-      hvdkit timeline summary timeline.json --since 60 --json > summary.json
+      hvdkit timeline summary timeline.json --json > summary.json
 
-    Exit status: 0 success, 1 no operation of Horovod in it or in that part, 2 for bad usage or no such file.
+    Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
     """
-    found = summarize(file, since=since, until=until)
+    found = summarize(file)
     if not found.operations:
-        whole = summarize(file)
-        if not whole.operations:
-            raise nothing_in(file, found)
-        raise DataError(
-            f"no operation began in that part of {str(file)!r}, whose operations end at {whole.until / 1e6:.6g} s; "
-            "choose others for --since and --until."
-        )
+        raise nothing_in(file, found)
     page(found, top).print(form, found)
     return 0
 
@@ -85,20 +75,17 @@ def summary(file: Path, top: int, form: str | None, since: float | None, until: 
 @click.command()
 @click.argument("file", type=PATH)
 @click.option("-o", "output", type=PATH, required=True, metavar="HTML", help="The page to write.")
-@click.option("--since", type=float, metavar="SECONDS", help="Show operation by operation from this time on.")
-@click.option("--until", type=float, metavar="SECONDS", help="Show operation by operation up to this time.")
 @click.option("--step", type=AT_LEAST_0, metavar="K", help="Show this training step, from 0  [default: usual steps]")
-def report(file: Path, output: Path, **shown: Any) -> int:
+def report(file: Path, output: Path, step: int | None) -> int:
     """Write one HTML page about a recording, which opens from disk and loads nothing.
 
     It holds the summary, what to try, the time of each step and the phases of each tensor. These are about the whole
-    recording. A part of it is shown operation by operation, to zoom into.
+    recording. Some steps of it are shown operation by operation, to zoom into.
 
     \b
     Examples:
       hvdkit timeline report timeline.json -o report.html
       hvdkit timeline report timeline.json.gz -o report.html --step 20
-      hvdkit timeline report timeline.json -o report.html --since 60 --until 61.5
 
     Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
     """
@@ -106,12 +93,9 @@ def report(file: Path, output: Path, **shown: Any) -> int:
 
     recording = read(file)
     with replacing(output, file) as page:
-        page.write(render_report(recording, **shown).encode("utf-8", "replace"))
+        page.write(render_report(recording, step).encode("utf-8", "replace"))
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
     return 0
-
-
-_NAME = 40
 
 
 def page(summary: TimelineSummary, top: int) -> Page:
@@ -125,90 +109,52 @@ def page(summary: TimelineSummary, top: int) -> Page:
 
 def lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     """The numbers of a recording, title and text each: the lines above the tables, and the top of the page."""
-    times = [(summary.communication, "in collectives")]
-    times += [(summary.setup, "in NCCL's set-up")] if summary.setup else []
-    lines = [
-        (
-            "recording",
-            f"{_place(summary.since)} to {_place(summary.until)}, "
-            f"{summary.operations} operations on {len(summary.tensors)} tensors, "
-            f"{summary.ranks or 'unknown number of'} ranks",
-        ),
-        (
-            "communication",
-            ", ".join(
-                f"{duration_text(time)} ({share_text(time / (summary.duration or 1.0))}) {what}" for time, what in times
-            ),
-        ),
-    ]
-    lines += _step_lines(summary)
-    lines += _batch_lines(summary.batches)
-    for role, own in summary.roles.items():
-        counted = " and ".join(f"{count} {kind}s" for kind, count in own.kinds.items())
-        label, _, what = (
-            role.partition(" ") if role == PACKED else (role, "", "statistics" if role == NORMS else "weights")
-        )
-        took = f"{bytes_text(own.bytes)} in all, {duration_text(own.communication)} in collectives"
-        lines.append((label, f"{what} in {counted}, {took}"))
-    if summary.cycle is not None:
-        lines.append(("cycles", f"{summary.cycle.count}: {_three(summary.cycle)}"))
-    lines.append(("rank skew", _skew_text(summary.skew)))
-    dropped = ", ".join(f"{count} x {reason}" for reason, count in summary.dropped.items())
-    lines.append(("dropped", f"{dropped} (of {summary.events} events)" if dropped else "nothing"))
-    return lines
 
+    def of_all(time: float, what: str) -> str:
+        return f"{duration_text(time)} ({share_text(time / (summary.duration or 1.0))}) {what}"
 
-def _place(time: float) -> str:
-    return duration_text(time) if time else "0 s"
-
-
-def _step_lines(summary: TimelineSummary) -> list[tuple[str, str]]:
-    steps = summary.steps
+    steps, batches = summary.steps, summary.batches
+    ranks = summary.ranks or "unknown number of"
+    operations = f"{summary.operations} operations on {len(summary.tensors)} tensors, {ranks} ranks"
+    communication = of_all(summary.communication, "in collectives")
+    if summary.setup:
+        communication = f"{communication}, " + of_all(summary.setup, "in NCCL's set-up")
+    found = [("recording", f"{duration_text(summary.duration)}, {operations}"), ("communication", communication)]
     if steps is None:
-        outer = OUTER in summary.roles
-        return [
-            ("steps", f"none found: no {'gradient is reduced between' if outer else 'tensor is reduced three times'}")
-        ]
-    size = "unknown size" if steps.bytes is None else bytes_text(steps.bytes)
-    lines = [("steps", f"{steps.count} of {steps.tensors} tensors, {size} each")]
-    if steps.first is not None:
-        lines.append(("first step", duration_text(steps.first)))
-    parts = (
-        ("steps took" if steps.first is None else "other steps", steps.duration),
-        ("  exchange", steps.communication),
-        ("  no operation", steps.idle),
-    )
-    return lines + [(label, _three(part)) for label, part in parts if part is not None]
+        found.append(("steps", "none found: no gradient is reduced three times"))
+    else:
+        size = "unknown size" if steps.bytes is None else bytes_text(steps.bytes)
+        found.append(("steps", f"{steps.count} of {steps.tensors} tensors, {size} each"))
+        if steps.first is not None:
+            found.append(("first step", duration_text(steps.first)))
+        parts = {"other steps": steps.duration, "  exchange": steps.communication, "  no operation": steps.idle}
+        found += [(label, _percentiles(part)) for label, part in parts.items() if part is not None]
+    if batches is not None:
+        text = f"{batches.fused} fused"
+        if batches.tensors is not None and batches.bytes is not None:
+            text += f", each {batches.tensors.p50:.0f} tensors and {bytes_text(batches.bytes.p50)} in the median"
+        found.append(("exchanges", f"{text}, {batches.single} of one tensor"))
+    if summary.cycle is not None:
+        found.append(("cycles", f"{summary.cycle.count}: {_percentiles(summary.cycle)}"))
+    if summary.costs is None:
+        late = "not known: record with hvdkit launch --timeline FILE --skew (horovodrun: --cache-capacity 0)"
+    else:
+        most = sorted(summary.costs.items(), key=lambda pair: -pair[1])[:4]
+        late = ", ".join(f"rank {rank} costs a step {duration_text(cost)}" for rank, cost in most)
+    found.append(("late ranks", late))
+    dropped = ", ".join(f"{count} x {reason}" for reason, count in summary.dropped.items())
+    found.append(("dropped", f"{dropped} (of {summary.events} events)" if dropped else "nothing"))
+    return found
 
 
-def _batch_lines(batches: Batches | None) -> list[tuple[str, str]]:
-    """The line on fused exchanges; none where nothing was reduced."""
-    if batches is None:
-        return []
-    text = f"{batches.fused} fused"
-    if batches.tensors is not None and batches.bytes is not None:
-        text += f", each {batches.tensors.p50:.0f} tensors and {bytes_text(batches.bytes.p50)} in the median"
-    return [("exchanges", f"{text}, {batches.single} of one tensor ({batches.small} of at most 64 KB)")]
-
-
-def _skew_text(skew: Skew | None) -> str:
-    if skew is None:
-        return NO_SKEW
-    slow = max(skew.ranks, key=lambda rank: rank.last)
-    return (
-        f"in {skew.operations} measured operations the last rank came {duration_text(skew.spread.p50)} after the first "
-        f"(median; max {duration_text(skew.spread.max)}); rank {slow.rank} was alone the last in {slow.last} of them"
-    )
-
-
-def _three(part: Distribution) -> str:
+def _percentiles(part: Distribution) -> str:
     return (
         f"p50 {duration_text(part.p50)}, p95 {duration_text(part.p95)}, p99 {duration_text(part.p99)}, "
         f"max {duration_text(part.max)}"
     )
 
 
-def tensor_table(tensors: Sequence[TensorSummary], of: int, width: int = _NAME) -> Table:
+def tensor_table(tensors: Sequence[TensorSummary], of: int, width: int = 40) -> Table:
     """What the phases of some tensors took, of so many in all; names have at most ``width`` characters."""
 
     def phase(group: str) -> Callable[[TensorSummary], str]:

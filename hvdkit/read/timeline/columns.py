@@ -1,7 +1,4 @@
-"""The operations of a recording as NumPy columns: 90 bytes per operation, a seventh of what it takes in the file.
-
-And the exchanges between ranks among them, of which a fused batch counts once.
-"""
+"""The operations of a recording as NumPy columns, and the exchanges among them, of which a fused batch counts once."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class Tensor:
 
     @property
     def role(self) -> str:
-        """See ``role_of``."""
+        """What hvdkit sends under this name; "" for any other."""
         return role_of(self.name, self.kind)
 
     @property
@@ -182,17 +179,16 @@ def collect(recording: Recording) -> TimelineColumns:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Exchanges, those through the fusion buffer first; times in microseconds.
+    """Exchanges, those through the fusion buffer first.
 
     Attributes:
         bytes: of all tensors of each; NaN where the file does not say it.
-        begin, end: of each.
+        times: microseconds of each.
         tensors: how many tensors went through the fusion buffer together, of each fused exchange.
     """
 
     bytes: Floats
-    begin: Floats
-    end: Floats
+    times: Floats
     tensors: NDArray[np.intp]
 
     @property
@@ -201,38 +197,25 @@ class Exchanges:
         return len(self.tensors)
 
     @property
-    def times(self) -> Floats:
-        """How long each took."""
-        return self.end - self.begin
-
-    @property
     def little(self) -> NDArray[np.bool_]:
         """Whether each is of at most 64 KB."""
         return np.asarray(self.bytes <= SMALL_BYTES, np.bool_)
 
 
 def exchanges(columns: TimelineColumns, rows: NDArray[np.bool_]) -> Exchanges:
-    """The exchanges of some operations.
-
-    Args:
-        columns: the recording.
-        rows: which operations count; those without a collective do not.
-    """
+    """The exchanges of the operations that ``rows`` names; those without a collective do not count."""
     rows = rows & ~np.isnan(columns.exchange[:, 0])
     fused, single = np.flatnonzero(rows & columns.fused), np.flatnonzero(rows & ~columns.fused)
+    alone = Exchanges(columns.bytes[single], np.diff(columns.exchange[single])[:, 0], np.zeros(0, np.intp))
+    if not len(fused):
+        return alone
     fused = fused[np.argsort(columns.start[fused], kind="stable")]
     numbers = batch_numbers(columns.start[fused], columns.exchange[fused])
     edges = np.flatnonzero(np.diff(numbers, prepend=-1))
-    if not len(fused):
-        edges = np.zeros(0, np.intp)
-        sizes = begin = end = np.zeros(0)
-    else:
-        sizes = np.add.reduceat(columns.bytes[fused], edges)
-        begin = np.minimum.reduceat(columns.exchange[fused, 0], edges)
-        end = np.maximum.reduceat(columns.exchange[fused, 1], edges)
+    begin = np.minimum.reduceat(columns.exchange[fused, 0], edges)
+    end = np.maximum.reduceat(columns.exchange[fused, 1], edges)
     return Exchanges(
-        np.concatenate((sizes, columns.bytes[single])),
-        np.concatenate((begin, columns.exchange[single, 0])),
-        np.concatenate((end, columns.exchange[single, 1])),
-        np.bincount(numbers) if len(numbers) else np.zeros(0, np.intp),
+        np.concatenate((np.add.reduceat(columns.bytes[fused], edges), alone.bytes)),
+        np.concatenate((end - begin, alone.times)),
+        np.bincount(numbers),
     )

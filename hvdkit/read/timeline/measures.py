@@ -33,6 +33,11 @@ class Distribution:
     p99: float
     max: float
 
+    @property
+    def mean(self) -> float:
+        """Of the values."""
+        return self.total / self.count
+
 
 def distribution(values: NDArray[Any]) -> Distribution | None:
     """The distribution of the values that are numbers; None when there is none."""
@@ -44,11 +49,7 @@ def distribution(values: NDArray[Any]) -> Distribution | None:
 
 
 def union(starts: Floats, ends: Floats) -> Intervals:
-    """The intervals as disjoint ones in order of time: overlapping ones are joined.
-
-    Args:
-        starts, ends: of the intervals, in any order; those with a NaN are left out.
-    """
+    """Intervals in any order as disjoint ones in order of time: overlapping ones are joined, NaN left out."""
     known = ~(np.isnan(starts) | np.isnan(ends))
     starts, ends = starts[known], ends[known]
     order = np.argsort(starts, kind="stable")
@@ -110,13 +111,7 @@ def inside(a: Intervals, since: float, until: float) -> Intervals:
 
 
 def group_medians(values: NDArray[Any], groups: NDArray[np.intp], count: int) -> Floats:
-    """The (lower) median of each of ``count`` groups, NaN where it has no value.
-
-    Args:
-        values: numbers; those that are NaN are left out.
-        groups: of each value, from 0.
-        count: how many groups there are.
-    """
+    """The (lower) median of each of ``count`` groups without its NaN values; NaN where there are no others."""
     known = ~np.isnan(values)
     values, groups = values[known], groups[known]
     values = values[np.lexsort((values, groups))]
@@ -131,26 +126,20 @@ def batch_numbers(start: Floats, exchange: Floats) -> NDArray[np.intp]:
     """Which fused operations went through the fusion buffer together, as a number per operation.
 
     Horovod's background thread writes the start of every operation of a batch before it starts the one collective of
-    the batch, and a later batch starts after that. So an operation that started after the collective of the one before
-    belongs to the next batch. (The times of one batch differ by the microseconds that writing takes.) On GPUs another
-    thread writes the collectives, so that a batch may start while the one before waits for its own; but its collective
-    starts after that of the one before has ended.
+    the batch, and a later batch starts after that. On GPUs another thread writes the collectives, so that a batch may
+    start while the one before waits for its own; but its collective starts after that of the one before has ended.
 
     Args:
         start: of the operations, in order of time.
         exchange: (rows, 2) start and end of their collectives.
     """
-    if not len(start):
-        return np.zeros(0, np.intp)
     later = (start[1:] > exchange[:-1, 0]) | (exchange[1:, 0] > exchange[:-1, 1])
     return np.concatenate(([0], np.cumsum(later))).astype(np.intp)
 
 
 def repeating(counts: Sequence[int]) -> list[int]:
-    """The largest group of tensors that appear equally often: those of a training step.
+    """The largest group of tensors that appear equally often, three times or more: those of a training step.
 
-    Args:
-        counts: how often each tensor appears; three times is often enough to count as repeated.
     Returns:
         Indices into ``counts``; of several groups the one with the most operations. Counts may differ by two in a
         hundred or by one, because the file may end within a step.
@@ -165,11 +154,7 @@ def repeating(counts: Sequence[int]) -> list[int]:
 
 
 def step_numbers(tensor: NDArray[np.int32]) -> NDArray[np.intp]:
-    """The step of each operation: a new one starts with the first tensor that the current one already has.
-
-    Args:
-        tensor: of the operations of all steps, in the order in which they began.
-    """
+    """The step of each operation, in order of time: one starts with the first tensor that the last one has already."""
     numbers = np.empty(len(tensor), np.intp)
     seen: set[int] = set()
     step = 0

@@ -1,4 +1,4 @@
-"""A recording as one HTML page that needs nothing else: no network, no server, no library. The browser draws it.
+"""A recording as one HTML page that needs nothing else. The browser draws it.
 
 Everything that came from the file is text on the page: the templates escape it, the data of the script is JSON without
 any character that HTML could read, and a Content-Security-Policy allows the one script and style sheet by their hashes.
@@ -45,38 +45,27 @@ _POINTS = 400
 """How many steps are drawn one by one; of more, the shortest, the middle and the longest of each stretch."""
 _STEPS = 3
 """How many steps are drawn operation by operation when no part is chosen."""
-_CYCLES, _PHASES, _TICKS = 4000, 64, 64
-"""How many marks of cycles the page holds, and of each operation how many phases and ranks."""
-_SLACK = 1e6
-"""Microseconds by which operations may be in the file before earlier ones."""
 
 
-def render_report(
-    source: str | Path | Recording,
-    *,
-    since: float | None = None,
-    until: float | None = None,
-    step: int | None = None,
-) -> str:
-    """The page as text. The numbers are those of the whole recording; a window of it is shown operation by operation.
+def render_report(source: str | Path | Recording, step: int | None = None) -> str:
+    """The page as text. The numbers are those of the whole recording; some steps are shown operation by operation.
 
     The file is read twice as a stream: memory is that of ``summarize``, and the size of the page is bounded whatever
     the size of the recording.
 
     Args:
         source: a timeline file or a recording.
-        since, until: the window, in seconds since the first event of the recording.
-        step: the window as a training step, from 0; by default a few steps of usual length.
+        step: the training step that is shown so, from 0; by default a few steps of usual length.
     Raises:
         DataError: the file cannot be read, or holds no operation of Horovod.
-        InvalidArgumentError: the recording has no such step, or a number makes no sense.
+        InvalidArgumentError: the recording has no such step.
     """
     given = source if isinstance(source, Recording) else read(source)
     columns = collect(given)
     summary = summarize(given, columns)
     if not summary.operations:
         raise nothing_in(given.path, summary)
-    lanes = _lanes(Recording(given.path), *_choose_window(summary, since, until, step), summary)
+    lanes = _lanes(Recording(given.path), *_choose_window(summary, step), summary)
     templates = jinja2.PackageLoader("hvdkit.read.timeline")
     page = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
     folder = resources.files("hvdkit.read.timeline") / "templates"
@@ -100,10 +89,10 @@ def render_report(
         facts=[
             (label.strip().capitalize(), *text.partition(", ")[::2])
             for label, text in said.items()
-            if label not in ("rank skew", "dropped")
+            if label not in ("late ranks", "dropped")
         ],
         notes=[
-            f"Rank skew: {said['rank skew']}.",
+            f"Late ranks: {said['late ranks']}.",
             *([f"Not used: {said['dropped']}."] if any(summary.dropped.values()) else []),
         ],
         otherwise=otherwise(summary),
@@ -152,40 +141,17 @@ def _group_times(one: TensorSummary) -> list[float]:
     return [one.phases[group].total if group in one.phases else 0.0 for group in GROUPS]
 
 
-def _choose_window(
-    summary: TimelineSummary, since: float | None, until: float | None, step: int | None
-) -> tuple[float, float, str]:
-    """The start and the end of the part to draw, in microseconds, and in words which part that is.
-
-    Args:
-        summary: of the whole recording.
-        since, until: seconds since the first event of the recording.
-        step: a training step, from 0. Without any of the three: some steps of usual length, or everything.
-    Raises:
-        InvalidArgumentError: there is no such step, or ``since`` is not before ``until``.
-    """
+def _choose_window(summary: TimelineSummary, step: int | None) -> tuple[float, float, str]:
+    """The start and the end of the part to draw, in microseconds, and in words which part that is."""
     begins = [] if summary.steps is None else summary.steps.begins.tolist()
-    begin, end = summary.origin, summary.origin + summary.duration + 1.0
+    end = summary.origin + summary.duration + 1.0
     if step is not None:
-        if since is not None or until is not None:
-            raise InvalidArgumentError(
-                f"step is {step} and since or until is given too; expected either a step or a part in seconds."
-            )
         if step >= len(begins):
             has = f"steps 0 to {len(begins) - 1}" if begins else "no steps (no tensor is reduced three times)"
             raise InvalidArgumentError(f"step is {step}; the recording has {has}.")
         return begins[step], begins[step + 1] if step + 1 < len(begins) else end, f"step {step}"
-    if since is not None or until is not None:
-        first = begin if since is None else summary.origin + since * 1e6
-        last = end if until is None else summary.origin + until * 1e6
-        if not (math.isfinite(first) and math.isfinite(last) and first < last):
-            raise InvalidArgumentError(
-                f"since is {since} and until {until}; expected since before until, in seconds since the first event. "
-                f"The recording has operations up to {summary.duration / 1e6:.6g} s."
-            )
-        return first, last, "the part that was asked for"
     if summary.steps is None or summary.steps.duration is None or len(begins) < 3:
-        return begin, end, "the whole recording"
+        return summary.origin, end, "the whole recording"
     # the first run of steps after the first step that takes about as long as usual, or the nearest to that
     durations, usual = summary.steps.durations, summary.steps.duration.p50
     count = min(_STEPS, len(durations) - 1)
@@ -202,23 +168,22 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
 
     The script draws numbers and names only; times are microseconds since ``first``. An operation is [lane, kind, begin,
     end of negotiation or null, start, end, bytes or null, [phase, start, end, ...], last rank or null, its lateness].
-
-    Args:
-        recording: is read once.
-        first, last, chosen: of ``_choose_window``.
-        summary: of the whole recording.
-    Raises:
-        InvalidArgumentError: no operation touches the part.
     """
-    longest = max(tensor.phases["whole"].max for tensor in summary.tensors)
-    kept, total, cycles = _touching(recording, first, last, longest)
+    total, cycles = 0, list[float]()
+
+    def touching() -> Iterator[Operation]:
+        nonlocal total
+        for item in recording.items():
+            if isinstance(item, CycleMark):
+                if first <= item.time <= last and len(cycles) < OPERATIONS:
+                    cycles.append(item.time)
+            elif item.begin < last and item.end >= first:
+                total += 1
+                yield item
+
+    kept = heapq.nsmallest(OPERATIONS + 1, touching(), key=lambda operation: operation.begin)
     shown_until = last if len(kept) <= OPERATIONS else max(kept.pop().begin, first)
     places = [f"{(time - summary.origin) / 1e6:.6f}" for time in (first, shown_until, last)]
-    if not kept:
-        raise InvalidArgumentError(
-            f"no operation between {float(places[0]):g} and {float(places[2]):g} s of {str(recording.path)!r}; it has "
-            f"operations up to {summary.duration / 1e6:.6g} s."
-        )
     lanes = {name: lane for lane, name in enumerate(dict.fromkeys(operation.tensor for operation in kept))}
     words: dict[str, int] = {}
 
@@ -231,9 +196,9 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
     operations = []
     for operation in kept:
         phases: list[float] = []
-        for phase in sorted(operation.phases[:_PHASES], key=lambda one: one.start):
+        for phase in sorted(operation.phases, key=lambda one: one.start):
             phases += (word(phase.name), after(phase.start), after(phase.end))
-        late = sorted(operation.ticks.items(), key=lambda tick: tick[1])[-_TICKS:]
+        late = sorted(operation.ticks.items(), key=lambda tick: tick[1])
         operations.append(
             [
                 lanes[operation.tensor],
@@ -253,10 +218,8 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
     if total > len(kept):
         left_out = (
             f"this part has {total:,} operations, of which the page holds the first {count}; it ends before "
-            f"{places[2]} s, where the part does. Choose a smaller part with --step, --since and --until."
+            f"{places[2]} s, where the part does. Choose one step with --step."
         )
-    groups = {group_of(phase.name) for operation in kept for phase in operation.phases}
-    groups |= {"negotiate"} if any(operation.negotiate_end is not None for operation in kept) else set()
     return {
         "data": {
             "origin": round(first - summary.origin, 1),
@@ -272,33 +235,7 @@ def _lanes(recording: Recording, first: float, last: float, chosen: str, summary
         f"on {tensors} tensors. One lane per tensor; grey is time of an operation outside of its phases.",
         "left_out": left_out,
         "label": f"{count} operations of {tensors} tensors, {chosen}.",
-        "groups": [(index, group) for index, group in enumerate(GROUPS) if group in groups],
     }
-
-
-def _touching(
-    recording: Recording, first: float, last: float, longest: float
-) -> tuple[list[Operation], int, list[float]]:
-    """The operations that touch a part, one more than the page holds at most, the earliest; how many do; its cycles.
-
-    The recording is a stream of which no more than these are in memory. ``longest`` is how long an operation may take.
-    """
-    total, cycles = 0, list[float]()
-
-    def touching() -> Iterator[Operation]:
-        nonlocal total
-        for item in recording.items():
-            if isinstance(item, CycleMark):
-                if first <= item.time <= last and len(cycles) < _CYCLES:
-                    cycles.append(item.time)
-            elif item.end > last + longest + _SLACK:
-                return  # the file is in order of time: no operation follows that began before ``last``
-            elif item.begin < last and item.end >= first:
-                total += 1
-                yield item
-
-    kept = heapq.nsmallest(OPERATIONS + 1, touching(), key=lambda operation: operation.begin)
-    return kept, total, cycles
 
 
 def _shown_name(name: str) -> str:

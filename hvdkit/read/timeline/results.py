@@ -11,9 +11,6 @@ from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import Cause
 from hvdkit.read.timeline.measures import Distribution
 
-TOGETHER = 100.0
-"""Microseconds within which ranks were ready together: rank 0 writes what it hears in a cycle one after the other."""
-
 
 @dataclass(frozen=True)
 class TensorSummary:
@@ -38,21 +35,6 @@ class TensorSummary:
 
 
 @dataclass(frozen=True)
-class Role:
-    """The collectives of hvdkit's that serve one purpose.
-
-    Attributes:
-        kinds: how many operations of each kind of collective.
-        bytes: of all their results; of packed gradients those of the means.
-        communication: time in which at least one of them ran.
-    """
-
-    kinds: dict[str, int]
-    bytes: int
-    communication: float
-
-
-@dataclass(frozen=True)
 class Steps:
     """Training steps, from the start of one to the start of the next.
 
@@ -60,15 +42,13 @@ class Steps:
         count: how many.
         tensors: how many tensors one step reduces.
         bytes: that most steps reduce; None where sizes are unknown.
-        duration: of all steps of the part but the first (which may have begun before) and the last (whose end is not
-            known).
+        duration: of all steps but the first and the last, whose end is not known.
         communication: in collectives, per step, of the same steps.
         idle: without any operation between announcement and end, per step, of the same steps.
-        first: duration of the first step of the recording; None where that is not in the part.
+        first: duration of the first step.
         missed: share of operations that were not in the response cache, from the third step on; None before that.
         late: that a step waits, on average, because ranks announce a tensor more than two cycles apart.
         negotiation: that it waits besides until all ranks have announced a tensor.
-        first_setup: of the first step, in which NCCL was set up.
         begins: when each step started.
     """
 
@@ -82,7 +62,6 @@ class Steps:
     missed: float | None
     late: float | None
     negotiation: float | None
-    first_setup: float
     begins: Floats
 
     @property
@@ -98,64 +77,24 @@ class Batches:
     Attributes:
         fused: number of exchanges through the fusion buffer.
         single: number of exchanges of one tensor without it.
-        small: of these, those of at most 64 KB.
         little, little_time: exchanges of at most 64 KB, fused or not, and the time that so many usual ones take.
         large_share: of the time of all exchanges, the part in those of more than 64 KB, or of unknown size, 0 to 1.
-        per_step: exchanges per step; None without steps.
         tensors, bytes: of the fused ones.
     """
 
     fused: int
     single: int
-    small: int
     little: int
     little_time: float
     large_share: float
-    per_step: float | None
     tensors: Distribution | None
     bytes: Distribution | None
 
 
-@dataclass(frozen=True)
-class RankSkew:
-    """How late one rank announced its tensors, after the first rank to do so.
-
-    Attributes:
-        rank: its number.
-        late: by how much.
-        last: in how many operations it came after all others, by more than TOGETHER.
-        cost: for which it keeps the others waiting in a step, on average (``lateness.costs``); None where too few steps
-            were measured.
-    """
-
-    rank: int
-    last: int
-    late: Distribution
-    cost: float | None = None
-
-
-@dataclass(frozen=True)
-class Skew:
-    """Which rank was late, measured where Horovod wrote it: in operations that were not in the response cache.
-
-    Attributes:
-        operations: how many.
-        spread: from the first rank to the last.
-        ranks: each of them.
-    """
-
-    operations: int
-    spread: Distribution
-    ranks: list[RankSkew]
-
-
-NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
-"""What is said about ranks where nothing in the recording says which one was late."""
 _TIMES = (
-    "origin since until duration communication setup idle first first_setup negotiation late cost spread "
-    "little_time cycle phases start_time_since_epoch"
+    "origin duration communication setup idle first negotiation late costs little_time cycle phases "
+    "start_time_since_epoch"
 )
-"""Names of the fields that are microseconds."""
 
 
 class TimelineSummary(Document, frozen=True):
@@ -165,26 +104,23 @@ class TimelineSummary(Document, frozen=True):
         path: the file.
         start_time_since_epoch: when the recording began, since 1970; None where the file does not say.
         origin: when its first operation or cycle began, on the clock of the file.
-        since, until: the part that was looked at, after that.
-        duration: its length.
+        duration: from there to the end of the last operation.
         events: how many the file holds.
         operations, missed: in it, and those of them that were not in the response cache.
         ranks: of the job, by the highest that it names; None when it names none.
         communication: time in which at least one collective ran.
         setup: time in which NCCL was set up.
         steps, batches: of the training and its exchanges; None where there are none.
-        roles: by "packed gradients" (``compression="int8"``), "outer step" (``every=``), "shard_state" and
-            "sync_batch_norm", where there are any.
         tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
-        skew: None when nothing in the recording says which rank was late.
+        costs: rank to the time of a step for which it keeps the others waiting, on average (``lateness.costs``); None
+            where too few operations say which rank was late.
         dropped: reason to number of events that could not be used.
-        skew_note: how to get the skew of ranks where there is none.
         causes: what costs time in it, the one that costs the largest share first.
     """
 
     kind = "timeline-summary"
-    schema = 5
+    schema = 6
     written_by = "hvdkit timeline summary --json"
     times = frozenset(_TIMES.split())
     unit_s = 1e-6
@@ -192,8 +128,6 @@ class TimelineSummary(Document, frozen=True):
     path: str
     start_time_since_epoch: int | None
     origin: float
-    since: float
-    until: float
     duration: float
     events: int
     operations: int
@@ -204,9 +138,7 @@ class TimelineSummary(Document, frozen=True):
     steps: Steps | None
     tensors: list[TensorSummary]
     batches: Batches | None
-    roles: dict[str, Role]
     cycle: Distribution | None
-    skew: Skew | None
+    costs: dict[int, float] | None
     dropped: dict[str, int]
-    skew_note: str | None = None
     causes: tuple[Cause, ...] = ()

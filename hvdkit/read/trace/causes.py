@@ -8,7 +8,7 @@ from hvdkit.common.units import duration_text, share_text
 from hvdkit.errors import name_ranks
 from hvdkit.observe.lateness import doing, lower_median, named, to_blame
 from hvdkit.read.causes import ADVICE, SENTENCES, WORTH_SAYING, Cause
-from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
+from hvdkit.read.trace.results import RankTrace, TraceSummary
 
 _MUCH = 0.1
 """Share of a step below which data loading and exchanges of all ranks are as they should be."""
@@ -38,10 +38,11 @@ _IDLE = {
 
 def causes(summary: TraceSummary) -> list[Cause]:
     """What costs time in the traces of a run, in no order; ``read.causes.by_cost`` weighs it."""
-    of_all = [_input_everywhere(summary)]
-    of_all.append(_one_trace(summary) if summary.skew is None else _exchange(summary, summary.skew))
-    of_all += _idle_gpu(summary)
-    late = [] if summary.skew is None else [_late(summary, summary.skew)]
+    loading = min(_each(rank, "exposed_data") for rank in summary.ranks)
+    seen = "exposed data loading, of the rank with the least"
+    of_all = [_cause(summary, "input-everywhere", loading, seen, *SENTENCES["input-everywhere"])]
+    of_all += [_exchange(summary), *_idle_gpu(summary)]
+    late = [] if summary.skew_note else [_late(summary)]
     return [*late, *(cause for cause in of_all if cause.share >= _MUCH)]
 
 
@@ -90,13 +91,13 @@ def _cause(
     return Cause(kind, lost * _MS, lost / step, what, evidence, advice, per_step=stepped, ranks=ranks)
 
 
-def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
+def _late(summary: TraceSummary) -> Cause:
     """The rank that the others wait for, and whether by data loading, computation or neither."""
-    costs = {one.rank: one.cost for one in skew.ranks}
+    costs = {rank.rank or 0: rank.cost or 0.0 for rank in summary.ranks}
     ranks = to_blame(costs)
     lost = sum(costs[rank] for rank in ranks or costs)
     if not ranks:
-        evidence = f"time of the ranks in {skew.collectives} collectives"
+        evidence = "time of the ranks in collectives that all of them recorded"
         return _cause(summary, "random-late", lost, evidence, *SENTENCES["random-late"])
     names = name_ranks(ranks)
     who, few = named(ranks, len(summary.ranks)), len(ranks) == 1
@@ -122,23 +123,14 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
     return _cause(summary, kind, lost, evidence, f"{who} {what}.", advice, ranks)
 
 
-def _exchange(summary: TraceSummary, skew: TraceSkew) -> Cause:
-    waits = {one.rank: one.waiting for one in skew.ranks}
-    left = [_each(rank, "exposed") - waits[rank.rank or 0] for rank in summary.ranks]
-    lost = max(0.0, sum(left) / len(left))
+def _exchange(summary: TraceSummary) -> Cause:
+    if summary.skew_note:
+        lost = max(_each(rank, "exposed") for rank in summary.ranks)
+        evidence = f"exposed communication; ranks are not compared ({summary.skew_note})"
+        what = "A rank exchanges data or waits for a later one; which of both its trace alone does not say."
+        return _cause(summary, "late", lost, evidence, what, "Give the traces of all ranks of the run.")
+    left = [_each(rank, "exposed") - (rank.waiting or 0.0) for rank in summary.ranks]
     evidence = "exposed communication, without the wait for later ranks, mean of the ranks"
     what = "Collectives run while nothing is computed."
+    lost = max(0.0, sum(left) / len(left))
     return _cause(summary, "large-tensors", lost, evidence, what, SENTENCES["large-tensors"][1])
-
-
-def _one_trace(summary: TraceSummary) -> Cause:
-    lost = max(_each(rank, "exposed") for rank in summary.ranks)
-    evidence = f"exposed communication; ranks are not compared ({summary.skew_note})"
-    what = "A rank exchanges data or waits for a later one; which of both its trace alone does not say."
-    return _cause(summary, "late", lost, evidence, what, "Give the traces of all ranks of the run.")
-
-
-def _input_everywhere(summary: TraceSummary) -> Cause:
-    lost = min(_each(rank, "exposed_data") for rank in summary.ranks)
-    evidence = "exposed data loading, of the rank with the least"
-    return _cause(summary, "input-everywhere", lost, evidence, *SENTENCES["input-everywhere"])

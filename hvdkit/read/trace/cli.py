@@ -14,7 +14,7 @@ from hvdkit.common.units import count_text, printable, share_text, shortened
 from hvdkit.read.causes import verdict
 from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.merging import merge as merge_files
-from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
+from hvdkit.read.trace.results import RankTrace, TraceSummary
 from hvdkit.read.trace.summary import summarize
 
 SUBCOMMANDS = {
@@ -79,17 +79,15 @@ def merge(timeline: Path, trace: Path, output: Path, form: str | None) -> int:
     """
     overlap = merge_files(timeline, trace, output)
     times = overlap.found
-    rows = [
-        (name, f"{value:.3f}", share_text(value / times.window))
-        for name, value in (
-            ("communication", times.communication),
-            ("computation", times.computation),
-            ("both at once", times.overlapped),
-            ("exposed communication", times.exposed),
-            ("data loading", times.data),
-            ("other", times.other),
-        )
-    ]
+    parts = {
+        "communication": times.communication,
+        "computation": times.computation,
+        "both at once": times.overlapped,
+        "exposed communication": times.exposed,
+        "data loading": times.data,
+        "other": times.other,
+    }
+    rows = [(name, f"{value:.3f}", share_text(value / times.window)) for name, value in parts.items()]
     said = f"{output}: {overlap.operations} operations in {times.window:.3f} ms of both files"
     table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
     Page([said, table]).print(form, overlap)
@@ -108,80 +106,61 @@ _TIMES = {
     "copies": "GPU copies",
     "other": "other",
 }
-"""Rows of the table of times: fields of ``TraceTimes``, and the wait for other ranks."""
 
 
 def summary_page(summary: TraceSummary, top: int) -> Page:
-    """What is said of a summary.
-
-    Args:
-        summary: of one trace or several.
-        top: how many operators.
-    """
+    """What is said of a summary, with so many operators."""
     ranks = summary.ranks
     found: list[Table | str] = [*verdict(summary.causes, otherwise(summary)), "", *map(_headline, ranks)]
-    found.append(_times(ranks, summary.skew))
+    found.append(_times(ranks))
     found.append(f"computation: {'; '.join(dict.fromkeys(rank.computed_by for rank in ranks))}")
     found += [f"note: {note}" for note in dict.fromkeys(note for rank in ranks for note in rank.notes)]
-    skew = f"not known ({summary.skew_note})" if summary.skew is None else _skew(summary.skew)
-    found.append(f"skew between ranks: {skew}")
+    found += [f"ranks are not compared: {summary.skew_note}"] if summary.skew_note else []
     return Page([*found, *([_operators(ranks, top)] if top else [])])
 
 
 def _headline(rank: RankTrace) -> str:
-    """Whose trace it is, its steps, and what is odd in it."""
-    who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
+    who = _label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
     numbers = " to ".join(dict.fromkeys(str(step.number) for step in (*rank.steps[:1], *rank.steps[-1:])))
     steps = f"{count_text(len(rank.steps), 'step')} ({numbers})" if rank.steps else "no steps"
     extra = f"; {count_text(rank.skipped, 'event')} without a usable time" if rank.skipped else ""
     return f"{who}: {steps}, {count_text(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
 
 
-def label(rank: RankTrace) -> str:
-    """ "rank 3", or the name of the file."""
+def _label(rank: RankTrace) -> str:
     return printable(Path(rank.path).name) if rank.rank is None else f"rank {rank.rank}"
 
 
-def _times(ranks: Sequence[RankTrace], skew: TraceSkew | None) -> Table:
+def _times(ranks: Sequence[RankTrace]) -> Table:
     """A row for each kind of time, a column for each rank, milliseconds and share."""
     stepped = all(rank.steps for rank in ranks)
-    waits = {} if skew is None else {one.rank: one.waiting for one in skew.ranks}
+    compared = all(rank.waiting is not None for rank in ranks)
 
     def each(rank: RankTrace, name: str) -> float:
         if name == "waiting":
-            return waits.get(rank.rank or 0, 0.0)
+            return rank.waiting or 0.0
         return float(getattr(rank.times, name)) / (len(rank.steps) if stepped else 1)
 
     rows = [["step" if stepped else "whole trace", *(f"{each(rank, 'window'):.3f}" for rank in ranks)]]
     for name, title in _TIMES.items():
         values = [(each(rank, name), each(rank, "window") or 1.0) for rank in ranks]
-        if (name == "waiting" and not waits) or (name == "copies" and not any(value for value, _ in values)):
+        if (name == "waiting" and not compared) or (name == "copies" and not any(value for value, _ in values)):
             continue
-        heading = f"{title} or waiting" if name == "communication" and not waits else title
+        heading = f"{title} or waiting" if name == "communication" and not compared else title
         rows.append([heading, *(f"{value:.3f} {share_text(value / whole):>5}" for value, whole in values)])
     heading = "ms per step" if stepped else "ms"
-    return Table("", [heading, *map(label, ranks)], rows, left=[heading])
-
-
-def _skew(skew: TraceSkew) -> str:
-    last = ", ".join(f"rank {rank.rank} in {rank.last}" for rank in skew.ranks)
-    return (
-        f"in {skew.collectives} collectives the last rank came {skew.median:.3f} ms after the first (median); last was "
-        f"{last}"
-    )
+    return Table("", [heading, *map(_label, ranks)], rows, left=[heading])
 
 
 def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
     """Means over the ranks, 0 where one has no such call; the spread where there are several."""
     names = dict.fromkeys((operator.name, operator.kind) for rank in ranks for operator in rank.operators)
     place = {key: at for at, key in enumerate(names)}
-    calls, own, on_gpu = sums = np.zeros((3, len(place), len(ranks)))
+    calls, own = sums = np.zeros((2, len(place), len(ranks)))
     for row, rank in enumerate(ranks):
         for operator in rank.operators:
-            at = place[operator.name, operator.kind]
-            sums[:, at, row] += operator.calls, operator.self_ms, operator.gpu_self_ms
-    most = (own + on_gpu).max(axis=1)
-    order = sorted(place, key=lambda key: (-most[place[key]], key))
+            sums[:, place[operator.name, operator.kind], row] += operator.calls, operator.self_ms
+    order = sorted(place, key=lambda key: (-own[place[key]].max(), key))
     cells: dict[str, Callable[[tuple[str, str]], object]] = {
         f"operator ({min(top, len(order))} of {len(order)})": lambda key: shortened(key[0], _NAME_WIDTH),
         "kind": lambda key: key[1],
@@ -190,6 +169,4 @@ def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
     }
     if len(ranks) > 1:
         cells["self ms of ranks"] = lambda key: f"{own[place[key]].min():.3f} to {own[place[key]].max():.3f}"
-    if on_gpu.any():
-        cells["GPU self ms"] = lambda key: f"{on_gpu[place[key]].mean():.3f}"
     return Table.of(order[:top], cells)

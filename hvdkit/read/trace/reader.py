@@ -31,13 +31,6 @@ MOST_BYTES = 1 << 32
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
-class TraceArguments(msgspec.Struct, gc=False):
-    """The ``args`` of an event."""
-
-    external: Any = msgspec.field(default=None, name="External id")
-    external_before: Any = msgspec.field(default=None, name="external id")
-
-
 class TraceEvent(msgspec.Struct, gc=False):
     """One event; ``ts`` and ``dur`` in microseconds."""
 
@@ -48,7 +41,6 @@ class TraceEvent(msgspec.Struct, gc=False):
     dur: float | None = None
     pid: Any = None
     tid: Any = None
-    args: TraceArguments | None = None
 
 
 class Distributed(msgspec.Struct):
@@ -211,7 +203,6 @@ class TraceColumns:
         name: index into ``names``.
         kind: see ``Kind``.
         thread: a number for each pair of process and thread.
-        external: what joins a kernel to the operator that started it; -1 where nothing does.
         names: of the events.
         events: of the whole file.
         skipped: events that could not be used: no number for a time, a negative length.
@@ -225,7 +216,6 @@ class TraceColumns:
     name: NDArray[np.int64]
     kind: NDArray[np.int64]
     thread: NDArray[np.int64]
-    external: NDArray[np.int64]
     names: list[str]
     events: int
     skipped: int
@@ -253,7 +243,7 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
     kinds: dict[tuple[str, str], Kind | None] = {}
     threads: dict[tuple[str, str], int] = {}
     starts, ends = array("d"), array("d")
-    ids = array("q")  # name, thread, external, by turns
+    ids = array("q")  # name, thread, by turns
     skipped = 0
     for event in file.decoded():
         if event is None:
@@ -273,14 +263,13 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
         ends.append(event.ts + event.dur)
         ids.append(names.setdefault(key, len(names)))
         ids.append(threads.setdefault((str(event.pid), str(event.tid)), len(threads)))
-        ids.append(_external(event.args))
     if not starts:
         raise CorruptDataError(
             f"no operator and no kernel in {str(file.path)!r} ({len(file.events)} events); expected a trace that "
             "torch.profiler recorded with ProfilerActivity.CPU or CUDA."
         )
     start_of, end_of = np.frombuffer(starts, np.float64), np.frombuffer(ends, np.float64)
-    name, thread_of, external_of = np.frombuffer(ids, np.int64).reshape(-1, 3).T
+    name, thread_of = np.frombuffer(ids, np.int64).reshape(-1, 2).T
     order = np.lexsort((-end_of, start_of, thread_of))
     rank, size_of_job = rank_of(file)
     return TraceColumns(
@@ -292,7 +281,6 @@ def collect(source: str | Path | TraceFile) -> TraceColumns:
         name=name[order],
         kind=np.array([kinds[key] for key in names], np.int64)[name[order]],
         thread=thread_of[order],
-        external=external_of[order],
         names=[text for _, text in names],
         events=len(file.events),
         skipped=skipped,
@@ -310,11 +298,3 @@ def rank_of(file: TraceFile) -> tuple[int | None, int | None]:
     if named and (distributed.rank is None or distributed.world_size == 1):
         return int(named[1]), int(named[2])
     return distributed.rank, distributed.world_size
-
-
-def _external(arguments: TraceArguments | None) -> int:
-    """The number that a kernel and the operator that started it carry; -1 for none."""
-    if arguments is None:
-        return -1
-    number = arguments.external_before if arguments.external is None else arguments.external
-    return number if type(number) is int and 0 <= number < 2**53 else -1

@@ -18,14 +18,12 @@ class Operator:
         calls: how many.
         self_ms: in the calls themselves, without the calls inside them. For kernels and for communication in the
             background: all of it.
-        gpu_self_ms: kernels and copies that the calls started themselves.
     """
 
     name: str
     kind: str
     calls: int
     self_ms: float
-    gpu_self_ms: float
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,11 @@ class TraceStep:
 
     Attributes:
         number: its own.
-        begin: after the beginning of the window.
-        duration: until its end.
+        duration: from its beginning to its end.
         computation, exposed, data: what was in it, as in ``TraceTimes``.
     """
 
     number: int
-    begin: float
     duration: float
     computation: float
     exposed: float
@@ -109,6 +105,8 @@ class RankTrace:
         events, skipped: of the file; see ``TraceColumns``.
         notes: what a reader must know about the figures.
         gpu: when it did nothing; None where no GPU was recorded.
+        waiting: in collectives for the last rank, in a step, the mean; None where ranks cannot be compared.
+        cost: for which it kept the others waiting, in a step, the mean (``lateness.costs``); None likewise.
     """
 
     path: str
@@ -122,50 +120,15 @@ class RankTrace:
     skipped: int
     notes: tuple[str, ...]
     gpu: IdleGpu | None = None
-
-
-@dataclass(frozen=True)
-class TraceRankSkew:
-    """Of one rank.
-
-    Attributes:
-        rank: its number.
-        last: collectives to which it came last.
-        waiting: in a step, for the last rank, the mean.
-        cost: in a step, for which it kept the others waiting, the mean (``lateness.costs``).
-    """
-
-    rank: int
-    last: int
-    waiting: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class TraceSkew:
-    """How far the ranks are apart when they meet in a collective.
-
-    A collective ends on all ranks at about the same time, so a rank that spent less time in it came later: no clock is
-    compared.
-
-    Attributes:
-        collectives: that all ranks recorded.
-        median: between the first rank and the last, over the collectives.
-        ranks: by number.
-    """
-
-    collectives: int
-    median: float
-    ranks: tuple[TraceRankSkew, ...]
+    waiting: float | None = None
+    cost: float | None = None
 
 
 _TIMES = (
-    "self_ms gpu_self_ms window computation communication overlapped "
-    "exposed data exposed_data copies other begin duration waiting cost median "
-    "idle loading copying synchronising launching"
+    "self_ms window computation communication overlapped exposed data exposed_data copies other duration waiting "
+    "cost idle loading copying synchronising launching"
 )
 TIMES = frozenset(_TIMES.split())
-"""Names of the fields that are milliseconds."""
 
 
 class TraceSummary(Document, frozen=True):
@@ -173,18 +136,16 @@ class TraceSummary(Document, frozen=True):
 
     Attributes:
         ranks: by number, those without one last.
-        skew: None where it cannot be told.
-        skew_note: why it is None; "" where it is not.
+        skew_note: why ranks cannot be compared; "" where they are.
         causes: what costs time, the one that costs the largest share first.
     """
 
     kind = "trace-summary"
-    schema = 4
+    schema = 5
     written_by = "hvdkit trace summary --json"
     times = TIMES
     unit_s = 1e-3
 
     ranks: tuple[RankTrace, ...]
-    skew: TraceSkew | None
     skew_note: str
     causes: tuple[Cause, ...] = ()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec import structs
 
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
@@ -17,16 +18,7 @@ from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline.measures import common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.reader import LABELS, ON_GPU, SYNCHRONISES, Kind, TraceColumns, collect, step_number
-from hvdkit.read.trace.results import (
-    IdleGpu,
-    Operator,
-    RankTrace,
-    TraceRankSkew,
-    TraceSkew,
-    TraceStep,
-    TraceSummary,
-    TraceTimes,
-)  # fmt: skip
+from hvdkit.read.trace.results import IdleGpu, Operator, RankTrace, TraceStep, TraceSummary, TraceTimes
 
 _Waits = dict[tuple[int, str, int], float]
 """Milliseconds that a rank was in each collective: step, name, and the how many-th of this name in the step."""
@@ -54,12 +46,12 @@ def summarize(paths: Sequence[str | Path]) -> TraceSummary:
     for path in files_of(paths):
         columns = collect(path)
         one = one_rank(columns)
-        found.append((one, _collectives(columns, one.steps, window_of(columns)[0])))
+        found.append((one, _collectives(columns)))
     found.sort(key=lambda pair: (pair[0].rank is None, pair[0].rank or 0))
     _require_one_run([rank for rank, _ in found])
-    apart, note = _between(found)
-    summary = TraceSummary(tuple(rank for rank, _ in found), apart, note)
-    return replace(summary, causes=tuple(by_cost(causes(summary))))
+    ranks, note = _compared(found)
+    summary = TraceSummary(tuple(ranks), note)
+    return structs.replace(summary, causes=tuple(by_cost(causes(summary))))
 
 
 def files_of(paths: Sequence[str | Path]) -> list[Path]:
@@ -82,13 +74,13 @@ def one_rank(columns: TraceColumns) -> RankTrace:
     """What one trace holds."""
     since, until = window_of(columns)
     sets = Sets(columns)
-    steps = _steps(columns, sets, since)
+    steps = _steps(columns, sets)
     notes = [] if steps else [NO_STEPS]
     if sets.only_waits:
         notes.append(HIDDEN)
     found = [
-        Operator(name, label, int(calls.sum()), max(0.0, float(own.sum())), float(on_gpu.sum()))
-        for (name, label), (calls, own, on_gpu) in by_name(columns, [(since, until)]).items()
+        Operator(name, label, int(calls.sum()), max(0.0, float(own.sum())))
+        for (name, label), (calls, own) in by_name(columns, [(since, until)]).items()
     ]
     return RankTrace(
         path=str(columns.path),
@@ -106,7 +98,7 @@ def one_rank(columns: TraceColumns) -> RankTrace:
 
 
 def _idle_gpu(columns: TraceColumns, sets: Sets, since: float, until: float) -> IdleGpu | None:
-    """When the GPU neither computes nor communicates in the window, and why; see ``IdleGpu``."""
+    """When the GPU neither computes nor communicates in the window, and why."""
     if not columns.are(Kind.KERNEL, Kind.TRANSFER).any():
         return None
     idle = without((np.array([since]), np.array([until])), joined(sets.computation, sets.communication))
@@ -198,7 +190,7 @@ def step_windows(columns: TraceColumns) -> list[tuple[int, float, float]]:
     return found
 
 
-def _steps(columns: TraceColumns, sets: Sets, since: float) -> tuple[TraceStep, ...]:
+def _steps(columns: TraceColumns, sets: Sets) -> tuple[TraceStep, ...]:
     windows = step_windows(columns)
     if not windows:
         return ()
@@ -206,7 +198,7 @@ def _steps(columns: TraceColumns, sets: Sets, since: float) -> tuple[TraceStep, 
     exposed = without(sets.communication, sets.computation)
     parts = [covered(part, starts, ends) / 1e3 for part in (sets.computation, exposed, sets.data)]
     return tuple(
-        TraceStep(number, (start - since) / 1e3, (end - start) / 1e3, *(float(part[index]) for part in parts))
+        TraceStep(number, (end - start) / 1e3, *(float(part[index]) for part in parts))
         for index, (number, start, end) in enumerate(windows)
     )
 
@@ -237,7 +229,7 @@ def by_name(columns: TraceColumns, windows: Sequence[tuple[float, float]]) -> di
         columns: the trace.
         windows: start and end of each, in order of time, in microseconds of the trace.
     Returns:
-        (3, windows): calls, milliseconds in the calls themselves, and those of the kernels that they started.
+        (2, windows): calls, and milliseconds in the calls themselves.
     """
     begins, ends = np.array(windows).T
     window = np.searchsorted(begins, columns.start, side="right") - 1
@@ -246,7 +238,7 @@ def by_name(columns: TraceColumns, windows: Sequence[tuple[float, float]]) -> di
     cells, shape = columns.name[rows] * len(windows) + window[rows], (len(columns.names), len(windows))
     sums = [
         np.bincount(cells, times, shape[0] * shape[1]).reshape(shape)
-        for times in (None, self_times(columns)[rows] / 1e3, _gpu_times(columns)[rows] / 1e3)
+        for times in (None, self_times(columns)[rows] / 1e3)
     ]
     found: dict[tuple[str, str], Floats] = {}
     numbers, first = np.unique(columns.name[rows], return_index=True)
@@ -259,8 +251,8 @@ def by_name(columns: TraceColumns, windows: Sequence[tuple[float, float]]) -> di
 def self_times(columns: TraceColumns) -> Floats:
     """Microseconds of each event without the calls inside it, thread by thread.
 
-    Communication in the background, and anything that goes on after what it began in has ended, holds nothing. A step
-    holds nothing either: `hvdkit launch --torch-profile` begins the next one within the optimizer's step().
+    What goes on after what it began in has ended holds nothing, as communication in the background and a step, of which
+    `hvdkit launch --torch-profile` begins the next one within the optimizer's step().
     """
     own = columns.end - columns.start
     rows = np.flatnonzero(columns.are(Kind.OPERATOR, Kind.CALL, Kind.DATA, Kind.RANGE))
@@ -283,21 +275,7 @@ def self_times(columns: TraceColumns) -> Floats:
     return own
 
 
-def _gpu_times(columns: TraceColumns) -> Floats:
-    """Microseconds of the kernels and copies that each operator started itself, by the number that both carry."""
-    found, joins = np.zeros(len(columns.start)), columns.external > 0
-    on_gpu = np.flatnonzero(joins & columns.are(*ON_GPU))
-    operators = np.flatnonzero(joins & columns.are(Kind.OPERATOR, Kind.CALL, Kind.DATA, Kind.RANGE))
-    if len(on_gpu) and len(operators):
-        numbers, place = np.unique(columns.external[on_gpu], return_inverse=True)
-        times = np.bincount(place, columns.end[on_gpu] - columns.start[on_gpu])
-        of_operators, first = np.unique(columns.external[operators], return_index=True)
-        _, in_kernels, in_operators = np.intersect1d(numbers, of_operators, return_indices=True)
-        found[operators[first[in_operators]]] = times[in_kernels]
-    return found
-
-
-def _collectives(columns: TraceColumns, steps: Sequence[TraceStep], since: float) -> _Waits:
+def _collectives(columns: TraceColumns) -> _Waits:
     """The collectives of one rank in its steps, which its peers have under the same key.
 
     What ends on all ranks together: kernels that communicate, else Gloo's and MPI's, else hvdkit's waits.
@@ -305,41 +283,38 @@ def _collectives(columns: TraceColumns, steps: Sequence[TraceStep], since: float
     waits = np.array([name.startswith("hvdkit:") for name in columns.names], bool)[columns.name]
     meets = (columns.are(Kind.TRANSFER), columns.are(Kind.BACKGROUND), columns.are(Kind.CALL) & waits)
     rows = np.flatnonzero(next((kind for kind in meets if kind.any()), meets[-1]))
-    begins = np.array([step.begin * 1e3 + since for step in steps])
+    windows = step_windows(columns)
+    begins = np.array([start for _, start, _ in windows])
     counts: Counter[tuple[int, str]] = Counter()
     times: _Waits = {}
     for row in rows[np.argsort(columns.start[rows], kind="stable")].tolist():
         at = int(np.searchsorted(begins, columns.start[row] + 1e-3, side="right")) - 1
-        if steps and at < 0:
+        if windows and at < 0:
             continue
-        key = (steps[at].number if steps else 0), columns.names[int(columns.name[row])]
+        key = (windows[at][0] if windows else 0), columns.names[int(columns.name[row])]
         counts[key] += 1
         times[*key, counts[key]] = float(columns.end[row] - columns.start[row]) / 1e3
     return times
 
 
-def _between(found: Sequence[tuple[RankTrace, _Waits]]) -> tuple[TraceSkew | None, str]:
-    """The skew of all ranks, or None and why it cannot be told."""
+def _compared(found: Sequence[tuple[RankTrace, _Waits]]) -> tuple[list[RankTrace], str]:
+    """The ranks with their wait for each other, or without and why it cannot be told.
+
+    A collective ends on all ranks at about the same time, so a rank that spent less time in it came later: no clock is
+    compared.
+    """
+    ranks = [rank for rank, _ in found]
     if len(found) < 2:
-        return None, "one trace only: give those of all ranks"
-    if any(rank.rank is None for rank, _ in found):
-        return None, "a trace does not say whose it is: name them trace-R-of-N.json"
-    keys = set.intersection(*(set(waits) for _, waits in found))
+        return ranks, "one trace only: give those of all ranks"
+    if any(rank.rank is None for rank in ranks):
+        return ranks, "a trace does not say whose it is: name them trace-R-of-N.json"
+    keys = sorted(set.intersection(*(set(waits) for _, waits in found)))
     if not keys:
-        return None, "no collective that all traces have in the same step"
-    ordered = sorted(keys)
-    table = np.array([[waits[key] for key in ordered] for _, waits in found])  # (ranks, collectives)
-    late = table.max(axis=0) - table
-    apart = late.max(axis=0)
-    last = np.argmin(table, axis=0)
+        return ranks, "no collective that all traces have in the same step"
+    table = np.array([[waits[key] for key in keys] for _, waits in found])  # (ranks, collectives)
     # Several collectives of a step can wait for one rank at the same time: the longest of these waits counts.
-    begins = np.flatnonzero(np.diff([key[0] for key in ordered], prepend=ordered[0][0] - 1))
-    costs = lateness.costs(np.maximum.reduceat(late, begins, axis=1))
-    waits = np.maximum.reduceat(table - table.min(axis=0), begins, axis=1).mean(axis=1)
-    rows = [
-        TraceRankSkew(
-            rank.rank or 0, int(np.sum((last == index) & (apart > 0))), float(waits[index]), float(costs[index])
-        )
-        for index, (rank, _) in enumerate(found)
-    ]
-    return TraceSkew(len(ordered), float(np.median(apart)), tuple(rows)), ""
+    begins = np.flatnonzero(np.diff([key[0] for key in keys], prepend=keys[0][0] - 1))
+    costs = lateness.costs(np.maximum.reduceat(table.max(axis=0) - table, begins, axis=1)).tolist()
+    waiting = np.maximum.reduceat(table - table.min(axis=0), begins, axis=1).mean(axis=1).tolist()
+    pairs = zip(ranks, waiting, costs, strict=True)
+    return [dataclasses.replace(rank, waiting=waits, cost=cost) for rank, waits, cost in pairs], ""

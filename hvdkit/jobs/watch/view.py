@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hvdkit.common.units import bytes_text, duration_text, number_text, printable, ranks_text, share_text, shortened
-from hvdkit.jobs.watch.history import Run, HistoryWindow
+from hvdkit.jobs.watch.history import HistoryWindow, Run
 from hvdkit.observe.trackers import span_text
 
 LEVELS = "▁▂▃▄▅▆▇█"

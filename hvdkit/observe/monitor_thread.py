@@ -171,11 +171,11 @@ def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alo
     """
     names = sorted(window.logs)
     row = np.full(WORDS, np.nan)
-    means, bad_loss = [], math.nan
+    means: list[float] = []
+    wrong: list[int] = []
     for name in names:
         values = [(number, weight, float(value)) for number, weight, value in window.logs[name]]
-        wrong = [number for number, _, value in values if not math.isfinite(value)]
-        bad_loss = min([bad_loss, *wrong]) if wrong and bad_loss == bad_loss else min(wrong, default=bad_loss)
+        wrong += [number for number, _, value in values if not math.isfinite(value)]
         means.append(sum(weight * value for _, weight, value in values) / sum(weight for _, weight, _ in values))
     busy, wait = window.step - window.input, window.wait
     known = window.was_ready or alone
@@ -186,7 +186,7 @@ def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alo
         window.input / window.steps if window.apart else math.nan,
         (busy - wait) / window.steps if known else math.nan,
         wait / window.steps if known else math.nan,
-        own_memory(), device_bytes, float(window.norm), *bad, bad_loss,
+        own_memory(), device_bytes, float(window.norm), *bad, min(wrong, default=math.nan),
         number_of("\0".join(names)),
         *(seconds / window.steps for seconds in window.used), typical, stalls,
     )  # fmt: skip

@@ -59,13 +59,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """Something of this process that took time within the steps.
+    """Something of this process that took time within the steps, from ``at`` on the clock of the steps.
 
     Attributes:
         name: "gc" (garbage collection), "fsync" (the disk has it), "saving" (a checkpoint), "evaluation", or
             "shard_state" (weights that other ranks have updated).
-        at: when it began, on the clock of the steps.
-        seconds: how long it took.
     """
 
     name: str
@@ -75,14 +73,8 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What the thread that trains got of the processor, in so many steps.
-
-    Attributes:
-        steps: how many.
-        ran: seconds that it ran.
-        queued: seconds that it could have run, and others had the cores.
-        of_all: seconds that all threads of the process ran.
-    """
+    """Seconds in so many steps that the thread that trains ran, that it could have run and others had the cores, and
+    that all threads of the process ran."""
 
     steps: int
     ran: float
@@ -95,12 +87,10 @@ class RankTimes:
     """What one rank wrote.
 
     Attributes:
-        rank: its number.
-        steps: in order.
+        steps, events: in order.
         host: a number that ranks of one host share; None in older files.
         cores: of all steps; None where the kernel does not say it.
         cpus: cores to which the thread that trains is bound; None in older files.
-        events: in order of time.
     """
 
     rank: int

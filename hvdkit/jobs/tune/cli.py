@@ -53,13 +53,6 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     help="Write the result here, for `hvdkit launch --tuned FILE`.",
 )
 @click.option(
-    "--launcher",
-    type=click.Choice(["auto", *options.LAUNCHERS]),
-    default="auto",
-    help="Launcher of every job. auto: that of `hvdkit launch`, and as a candidate the other one of mpirun and "
-    "horovodrun.",
-)
-@click.option(
     "--threads",
     callback=_list(int, 1, "whole numbers"),
     metavar="T,...",
@@ -104,7 +97,7 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     metavar="S",
     help="Time limit in seconds; no job starts that would end after it.",
 )
-@with_options([options.OPTIONS[name] for name in ("ppn", "depth", "hosts", "hostfile", "variables")])
+@with_options([options.OPTIONS[name] for name in ("launcher", "ppn", "depth", "hosts", "hostfile", "variables")])
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def tune(
     *,
@@ -125,7 +118,8 @@ def tune(
     COMMAND is run many times, whole, with `hvdkit launch`: keep it short (seconds), but with the model and the batch
     size that matter. The seconds of its closing line `Hvd Procs N Total time: X second` are compared, else the wall
     time of whole jobs. A setting is adopted only when fresh runs show it to be faster than the default, by a 95 %
-    confidence interval that lies above 1. Progress is on standard error.
+    confidence interval that lies above 1. With --launcher auto the other one of mpirun and horovodrun is tried, too.
+    Progress is on standard error.
 
     Exit status: 0, also when nothing is better than the default; 1 when the job fails with the default settings; 130
     after Ctrl-C. Ctrl-C prints the best setting so far and writes no file.

@@ -148,7 +148,8 @@ class Scores:
         """The report of these ranks, all of one host where ``of_host``."""
         windows = self._late.windows[ranks]
         means = {name: float((self._behind[name][ranks] / windows).mean()) for name in self._measured}
-        cause = self._cause(means)
+        gap = float(np.nan_to_num(means.get("input", np.nan)) + means["compute"])
+        cause = self._cause(means, gap)
         since = int(self._late.since[ranks].min())
         behind = self._behind["cost"] / np.maximum(1, self._late.windows)
         # Without these ranks a step waits for the next slowest one.
@@ -163,24 +164,18 @@ class Scores:
         several = rank is None and not of_host
         if cause == "random-late":
             every = max(1, round(1 / means["stalls"]))
-            each = _ms(means["gap"] * every)
-            text = f"{who} {'are' if several else 'is'} late in about one step of {every}, {each} each"
+            text = f"{who} {'are' if several else 'is'} late in about one step of {every}, {_ms(gap * every)} each"
         else:
-            longer = means[cause] if cause in ("input", "compute") else means["gap"]
-            doing = DOING[cause][several]
-            text = f"{who} {doing}: {_ms(longer)} a step more than the median rank"
-        hidden = cost < _HIDDEN * means["cost"]
-        text += f" since step {since}; " + (
-            f"it costs nothing until rank {next_rank} is as fast as the others."
-            if hidden
-            else f"it costs the job {_ms(cost)} a step."
-        )
-        return Report(step, "straggler", rank, cause, since, cost, text)
+            longer = means[cause] if cause in ("input", "compute") else gap
+            text = f"{who} {DOING[cause][several]}: {_ms(longer)} a step more than the median rank"
+        costs = f"it costs the job {_ms(cost)} a step"
+        if cost < _HIDDEN * means["cost"]:
+            costs = f"it costs nothing until rank {next_rank} is as fast as the others"
+        return Report(step, "straggler", rank, cause, since, cost, f"{text} since step {since}; {costs}.")
 
-    def _cause(self, means: dict[str, float]) -> str:
+    def _cause(self, means: Mapping[str, float], gap: float) -> str:
         """What slow ranks do, as far as it was measured; ``means``: by what they are behind, seconds a step."""
         read = means.get("input", np.nan)
-        means["gap"] = gap = np.nan_to_num(read) + means["compute"]
         if read > means["compute"]:
             return "input"
         if means["stalls"] > 0 and means.get("typical", gap) < STEADY * gap:

@@ -109,7 +109,7 @@ def run(
     return [pickle.loads(server.results[rank]) for rank in range(request.n)]  # noqa: S301  # of this job: it knew the secret
 
 
-def request_of(words: list[str], module: str) -> Request:
+def request_of(words: Sequence[str], module: str) -> Request:
     """What ``hvdkit launch`` is asked for that has a module run on every rank.
 
     Args:
@@ -123,7 +123,7 @@ def request_of(words: list[str], module: str) -> Request:
     from hvdkit.jobs.launch import cli, facts
 
     try:
-        typed = dict(cli.launch.make_context("run", words).params)
+        typed = dict(cli.launch.make_context("run", list(words)).params)
     except click.ClickException as error:
         raise InvalidArgumentError(error.format_message()) from error
     typed["command"] = (str(facts.own_python()), "-m", module)

@@ -118,7 +118,7 @@ def simulate(windows: int) -> None:
             work, zeros = 0.1 * constant + more, np.zeros(ranks)
             wait = work.max() - work
             said = {"step": work + wait, "input": zeros, "compute": work, "wait": wait}
-            reports += len(scores.window((window + 1) * steps, steps, 60.0, said))
+            reports += len(scores.window((window + 1) * steps, steps, said))
         print(f"| {name} | {1000 * reports / windows:.3g} |", flush=True)
 
 

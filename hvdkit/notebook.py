@@ -29,12 +29,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-import click
-
 from hvdkit.common.programs import handled
 from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.jobs import function
-from hvdkit.jobs.launch import cli, facts, peer
+from hvdkit.jobs.launch import peer
 from hvdkit.jobs.rank_shell import END
 from hvdkit.steps import secret
 
@@ -43,8 +41,6 @@ INTERRUPT_S = 1.0
 end it by KeyboardInterrupt. A rank that waits for others in C++ does not hear of that, and is ended."""
 STOP_S = 3.0
 """Seconds in which ranks that are no longer wanted have to end by themselves."""
-_PROGRESS_S = 2.0
-"""Seconds of a cell after which it is shown how long it runs, and from one time to the next."""
 _ENDED = re.compile(rf"(?s)(.*?)(?:\[\d+\] )?{END}(\d+)\n")
 
 
@@ -67,16 +63,10 @@ class LivingRanks(function.RankServer):
 
     def __init__(self, n: int, options: tuple[str, ...] = ()) -> None:
         self.n, self.options = n, options
-        words = ("-n", str(n), *options)
-        command = (str(facts.own_python()), "-m", "hvdkit.jobs.rank_shell")
-        try:
-            typed = dict(cli.launch.make_context("%ranks", list(words)).params)
-        except click.ClickException as error:
-            raise InvalidArgumentError(error.format_message()) from error
-        del typed["command"]
-        if typed["n"] != n:
-            raise InvalidArgumentError(f"got {n} ranks and -n {typed['n']}; the number stands first, without -n.")
-        request = facts.settle(command, os.environ, **typed)
+        words = ["-n", str(n), *options]
+        request = function.request_of(words, "hvdkit.jobs.rank_shell")
+        if request.n != n:
+            raise InvalidArgumentError(f"got {n} ranks and -n {request.n}; the number stands first, without -n.")
         listener, address = peer.listener([host.name for host in request.hosts], here=not request.hosts)
         super().__init__(listener)
         self.secret = secret.new()
@@ -87,7 +77,7 @@ class LivingRanks(function.RankServer):
         self._number = 0
         self.__enter__()
         self._job = subprocess.Popen(
-            [sys.executable, "-m", "hvdkit", "launch", *words, "--", *command, address],
+            [sys.executable, "-m", "hvdkit", "launch", *words, "--", *request.command, address],
             env={**os.environ, secret.VARIABLE: self.secret},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -134,32 +124,26 @@ class LivingRanks(function.RankServer):
 
     def _follow(self, cell: _Cell, source: str) -> None:
         """Give the ranks the cell once all are there, and take what comes until it is over, or they hang in it."""
-        try:
-            while not cell.over:
-                if len(self.known) == self.n and not cell.number:
-                    self._number += 1
-                    cell.number = self._number
-                    self._tell({"kind": "run", "cell": cell.number, "source": source})
-                try:
-                    kind, what = self._events.get(timeout=0.1)
-                except queue.Empty:
-                    cell.show_progress()
+        while not cell.over:
+            if len(self.known) == self.n and not cell.number:
+                self._number += 1
+                cell.number = self._number
+                self._tell({"kind": "run", "cell": cell.number, "source": source})
+            with contextlib.suppress(queue.Empty):
+                kind, what = self._events.get(timeout=0.1)
+                if kind == "ready":
+                    self.known[what[0]] = what[1]
+                elif kind == "interrupt":
+                    cell.interrupted, cell.deadline = True, 0.0
+                elif kind == "end":
+                    self._raise_ended(cell)
                 else:
-                    if kind == "ready":
-                        self.known[what[0]] = what[1]
-                    elif kind == "interrupt":
-                        cell.interrupted, cell.deadline = True, 0.0
-                    elif kind == "end":
-                        self._raise_ended(cell)
-                    else:
-                        cell.take(kind, what)
-                if time.monotonic() > cell.deadline and not cell.asked:
-                    cell.asked, cell.deadline = True, time.monotonic() + INTERRUPT_S
-                    self._tell({"kind": "interrupt"})
-                elif time.monotonic() > cell.deadline:
-                    break
-        finally:
-            cell.end_progress()
+                    cell.take(kind, what)
+            if time.monotonic() > cell.deadline and not cell.asked:
+                cell.asked, cell.deadline = True, time.monotonic() + INTERRUPT_S
+                self._tell({"kind": "interrupt"})
+            elif time.monotonic() > cell.deadline:
+                break
 
     def _raise_ended(self, cell: _Cell) -> None:
         """Show what ``hvdkit launch`` still says of its end, and raise."""
@@ -212,7 +196,6 @@ class _Cell:
         self._errors: dict[int, str] = {}  # "" of a rank that has ended it well
         self._stacks: dict[int, str] = {}
         self._ended = {"stdout": 0, "stderr": 0}  # ranks whose output has come, to its end
-        self._start = self._shown = time.monotonic()
 
     @property
     def left(self) -> list[int]:
@@ -233,7 +216,10 @@ class _Cell:
             return
         rank, message = what
         if kind == "display":
-            _publish(message["data"], message["metadata"], transient=message["transient"], update=message["update"])
+            from IPython import get_ipython
+
+            shown = {name: message[name] for name in ("data", "metadata", "transient", "update")}
+            get_ipython().display_pub.publish(**shown)
         elif kind == "stacks":
             self._stacks[rank] = message["text"]
         elif message["cell"] == self.number:
@@ -256,28 +242,6 @@ class _Cell:
         if said:
             raise RanksError("; ".join(said))
 
-    def show_progress(self) -> None:
-        now = time.monotonic()
-        if now - self._shown > _PROGRESS_S:
-            what = f"{self._n - len(self.left)} of {self._n} ranks have ended it" if self.number else "ranks start"
-            self._show(f"{now - self._start:.0f} s: {what}", first=self._shown == self._start)
-            self._shown = now
-
-    def end_progress(self) -> None:
-        if self._shown > self._start:
-            self._show(f"{time.monotonic() - self._start:.1f} s", first=False)
-
-    def _show(self, text: str, *, first: bool) -> None:
-        _publish(
-            {"text/plain": text}, {}, transient={"display_id": f"ranks-{id(self)}-{self._start}"}, update=not first
-        )
-
-
-def _publish(data: dict[str, Any], metadata: dict[str, Any], **options: Any) -> None:
-    from IPython import get_ipython
-
-    get_ipython().display_pub.publish(data, metadata, **options)
-
 
 class Notebook:
     """The magics, and the ranks of this notebook.
@@ -296,7 +260,6 @@ class Notebook:
             %%ranks                  run this cell on the ranks that are there
             %ranks                   say which are there
             %ranks 4                 start them, or others in their place
-            %ranks restart           end them, and start new ones
             %ranks stop              end them
 
         What follows the number are options of ``hvdkit launch``. Variables live on from cell to cell. Each line that a
@@ -305,8 +268,10 @@ class Notebook:
         try:
             self._run(shlex.split(line), cell)
         except RanksError:
-            if self.ranks is not None and not self.ranks.alive:
-                self._replace(self.ranks.n, self.ranks.options, anew=bool(self.ranks.known))
+            gone = self.ranks
+            if gone is not None and not gone.alive:
+                self.stop()
+                self.ranks = LivingRanks(gone.n, gone.options) if gone.known else None
             raise
         except (HvdkitError, ValueError) as error:  # ValueError: of shlex, a quotation that does not end
             from IPython.core.error import UsageError
@@ -317,28 +282,22 @@ class Notebook:
         """Do what the words of the magic say, and run the cell, if there is one."""
         here = self.ranks
         if words == ["stop"]:
-            return self.stop()
-        if words == ["restart"] and here is not None:
-            return self._replace(here.n, here.options)
+            self.stop()
+            return
         if words and not words[0].isdecimal():
             raise InvalidArgumentError(
                 f"got {words[0]!r}; a number of ranks comes first, as in `%%ranks 4 --threads 2`."
             )
         n, options = (int(words[0]), tuple(words[1:])) if words else (0, ())
         if words and not (here and here.alive and here.n == n and options in ((), here.options)):
-            self._replace(n, options)
+            self.stop()
+            self.ranks = LivingRanks(n, options)
         if self.ranks is None:
             raise InvalidArgumentError("there are no ranks yet; `%%ranks 2` starts two.")
         if cell is not None:
             self.ranks.run(cell)
         else:
             print(self.ranks)  # noqa: T201
-        return None
-
-    def _replace(self, n: int, options: tuple[str, ...], *, anew: bool = True) -> None:
-        self.stop()
-        if anew:
-            self.ranks = LivingRanks(n, options)
 
     def stop(self) -> None:
         """End the ranks, if there are any."""
@@ -354,10 +313,3 @@ def load_ipython_extension(ipython: Any) -> None:
     """Called by ``%load_ext hvdkit.notebook``."""
     ipython.register_magic_function(_notebook.magic, "line_cell", "ranks")
     atexit.register(_notebook.stop)
-
-
-def unload_ipython_extension(ipython: Any) -> None:
-    """Called by ``%unload_ext hvdkit.notebook``."""
-    ipython.magics_manager.magics["line"].pop("ranks")
-    ipython.magics_manager.magics["cell"].pop("ranks")
-    _notebook.stop()

@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedIOBase
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hvdkit.errors import InvalidArgumentError, LaunchError, MissingFrameworkError
 from hvdkit.jobs.launch import wire
 from hvdkit.steps import launchers, secret
+
+if TYPE_CHECKING:
+    from hvdkit.jobs.launch.options import Request
 
 _LENGTH = struct.Struct("!Q")
 _POLL_S = 0.02
@@ -70,7 +73,8 @@ def run(
         KeyboardInterrupt: it was interrupted; every rank has been ended.
         Exception: what the function raised on the rank that failed first.
     """
-    from hvdkit.jobs.launch import cli, facts, peer
+    from hvdkit.jobs.launch import cli, peer
+    from hvdkit.jobs.launch.options import OPTIONS, as_words
 
     if not callable(function):
         raise InvalidArgumentError(f"run takes a function, got {type(function).__name__}.")
@@ -80,16 +84,18 @@ def run(
         )
     if threading.current_thread() is not threading.main_thread():
         raise InvalidArgumentError("run was called in another than the main thread, which alone gets signals.")
-    words = _as_typed({**options, "n": n, "hosts": hosts, "variables": dict(env or {})})
-    command = (str(facts.own_python()), "-m", "hvdkit.jobs.function")
-    request = facts.settle(command, os.environ, **words)
+    given = {**options, "n": n, "hosts": hosts, "variables": dict(env or {})}
+    known = [name for name in OPTIONS if name not in ("module", "dry_run")]
+    if unknown := [name for name in given if name not in known]:
+        raise InvalidArgumentError(f"run has no option {unknown[0]!r}; its options are {', '.join(known)}.")
+    request = request_of(as_words(given), "hvdkit.jobs.function")
     call = _pickled(
         (function, tuple(args), dict(kwargs or {})), "the function or an argument", "make it in the function"
     )
     work = _pickled((list(sys.path), call))
     listener, address = peer.listener([host.name for host in request.hosts], here=not request.hosts)
     with _Server(listener, work) as server, _known_secret(server):
-        ended = cli.start(replace(request, command=(*command, address)), _writer())
+        ended = cli.start(replace(request, command=(*request.command, address)), _writer())
     if ended.interrupted:
         raise KeyboardInterrupt if ended.status == 130 else SystemExit(ended.status)
     if ended.status:
@@ -97,29 +103,31 @@ def run(
         if failed is not None and failed.rank in server.errors:
             raise _error(failed.rank, server.errors[failed.rank])
         raise LaunchError(f"{failed or f'the job ended with status {ended.status}'}; the lines above say more.")
-    absent = sorted(set(range(request.n)) - set(server.results))
-    if absent:
-        raise LaunchError(f"rank {absent[0]} ended before the function returned, by sys.exit or os._exit.")
-    return [pickle.loads(server.results[rank]) for rank in range(request.n)]  # noqa: S301  # as in ``_error``
+    for rank in range(request.n):
+        if rank not in server.results:
+            raise LaunchError(f"rank {rank} ended before the function returned, by sys.exit or os._exit.")
+    return [pickle.loads(server.results[rank]) for rank in range(request.n)]  # noqa: S301  # of this job: it knew the secret
 
 
-def _as_typed(given: dict[str, Any]) -> dict[str, Any]:
-    """Options by name as the command line gives them: converted and checked by ``hvdkit launch``."""
+def request_of(words: Sequence[str], module: str) -> Request:
+    """What ``hvdkit launch`` is asked for that has a module run on every rank.
+
+    Args:
+        words: options, as on the command line.
+        module: of hvdkit, given the address of a ``RankServer``.
+    Raises:
+        InvalidArgumentError: an option is wrong.
+    """
     import click
 
-    from hvdkit.jobs.launch import cli
-    from hvdkit.jobs.launch.options import OPTIONS, as_words
+    from hvdkit.jobs.launch import cli, facts
 
-    known = [name for name in OPTIONS if name not in ("module", "dry_run")]
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise InvalidArgumentError(f"run has no option {unknown[0]!r}; its options are {', '.join(known)}.")
     try:
-        typed = dict(cli.launch.make_context("run", as_words(given)).params)
+        typed = dict(cli.launch.make_context("run", list(words)).params)
     except click.ClickException as error:
         raise InvalidArgumentError(error.format_message()) from error
-    del typed["command"]
-    return typed
+    typed["command"] = (str(facts.own_python()), "-m", module)
+    return facts.settle(environ=os.environ, **typed)
 
 
 def _pickled(value: Any, what: str = "it", instead: str = "leave it out") -> bytes:

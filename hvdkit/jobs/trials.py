@@ -1,14 +1,11 @@
 """Short jobs that are run to be timed: what ``tune``, ``bench`` and ``emulate`` share.
 
-First the default job as this machine and this command leave it, and the settings worth trying beside it; a setting is a
-``Tuned``, and the empty one is what ``hvdkit launch`` does by itself. Then one job: a ``hvdkit launch`` in a process of
-its own, from start to end, how long it took, and what ends it.
+Each is a ``hvdkit launch`` in a process of its own, from start to end: how long it took, and what ends it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import re
@@ -22,24 +19,16 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
-import numpy as np
-
 from hvdkit.common.programs import handled
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.launch import facts, plan
+from hvdkit.jobs.launch import facts
 from hvdkit.jobs.launch.model import LaunchFacts, LaunchPlan
 from hvdkit.jobs.launch.options import Request, as_words
-from hvdkit.jobs.launch.tuned import MIB, Tuned
-from hvdkit.steps.device import threads_asked
+from hvdkit.jobs.launch.tuned import Tuned
 
 DEFAULT = Tuned()
-CYCLE_TIMES_MS = (0.1, 0.5, 5.0)
-"""Around Horovod's own 1 ms: quicker answers for small models, fewer interruptions and more fusion for large ones."""
-FUSION_THRESHOLDS_BYTES = (4 * MIB, 32 * MIB)
-"""Below Horovod's own 128 MiB: less copying, and the first allreduce begins while gradients are still computed."""
-WITH_A_CONTROLLER = ("mpirun", "horovodrun")
-"""Launchers that stand for Horovod's two controllers, MPI and Gloo."""
+"""What ``hvdkit launch`` does by itself."""
 _CLOSING_LINE = re.compile(
     r"Hvd Procs +([0-9]{1,9}) +Total time: *((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?) +second"
 )
@@ -63,35 +52,6 @@ class Here:
     facts: LaunchFacts
     plan: LaunchPlan
     options: tuple[str, ...]
-
-    def launchers(self) -> tuple[str, ...]:
-        """The other one of mpirun and horovodrun, where the launcher is open and Horovod was built for both."""
-        horovod = self.facts.horovod
-        name = self.plan.launcher_name
-        if self.request.launcher != "auto" or name not in WITH_A_CONTROLLER or horovod is None:
-            return ()
-        works = {
-            "mpirun": horovod.mpi and self.facts.mpi is not None,
-            "horovodrun": horovod.gloo and self.facts.horovodrun is not None,
-        }
-        return tuple(launcher for launcher in WITH_A_CONTROLLER if works[launcher] and launcher != name)
-
-    def threads(self) -> tuple[int, ...]:
-        """Thread counts to try; none where the cores of a rank are not known."""
-        together = plan.ranks_on_a_host(self.plan.launcher_name, self.request)
-        share = None if together is None else max(1, self.facts.cores // together)
-        return thread_choices(self.request.depth or share, threads_asked(self.plan.environment))
-
-    def describe(self) -> str:
-        """The default settings, for a reader."""
-        threads = self.plan.environment.get("OMP_NUM_THREADS")
-        words = [self.plan.launcher_name, f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS unset"]
-        set_before = [
-            f"{name}={self.plan.environment[name]}"
-            for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
-            if self.plan.environment.get(name)
-        ]
-        return ", ".join([*words, *set_before])
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the numbers should know."""
@@ -125,73 +85,6 @@ def look(n: int, command: tuple[str, ...], given: Mapping[str, Any], environ: Ma
         )
     request = facts.settle(command, environ, n=n, **given)
     return Here(request, *facts.planned(request, environ), tuple(as_words(given)))
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What to try beside the default, setting by setting.
-
-    Attributes:
-        launchers: "mpirun", "horovodrun".
-        threads: compute threads per rank, > 0.
-        cycle_times_ms: milliseconds, >= 0.
-        fusion_thresholds_bytes: bytes, >= 0.
-    """
-
-    launchers: tuple[str, ...] = ()
-    threads: tuple[int, ...] = ()
-    cycle_times_ms: tuple[float, ...] = CYCLE_TIMES_MS
-    fusion_thresholds_bytes: tuple[int, ...] = FUSION_THRESHOLDS_BYTES
-
-    def candidates(self, limit: int, rng: np.random.Generator) -> list[Tuned]:
-        """The settings to try: each change alone, then random combinations of several until there are ``limit``.
-
-        Args:
-            limit: the most to return, >= 1; the default is not counted and not among them.
-            rng: draws what does not fit all together.
-        """
-        axes: dict[str, Sequence[Any]] = {
-            "launcher": self.launchers,
-            "threads": self.threads,
-            "cycle_time_s": [time_ms / 1000 for time_ms in self.cycle_times_ms],
-            "fusion_threshold_bytes": self.fusion_thresholds_bytes,
-        }
-        alone = [Tuned(**{name: value}) for name, values in axes.items() for value in dict.fromkeys(values)]
-        every = itertools.product(*([None, *dict.fromkeys(values)] for values in axes.values()))
-        combined = [Tuned(**dict(zip(axes, values, strict=True))) for values in every]
-        combined = [setting for setting in combined if setting != DEFAULT and setting not in alone]
-        shuffled = [combined[index] for index in rng.permutation(len(combined))]
-        if len(alone) > limit:
-            return [alone[index] for index in sorted(rng.permutation(len(alone))[:limit])]
-        return [*alone, *shuffled][:limit]
-
-
-def thread_choices(share: int | None, current: int | None) -> tuple[int, ...]:
-    """Thread counts worth trying: the whole share of a rank, one less (for Horovod's own thread) and the half.
-
-    Args:
-        share: cores of a rank, None where they are not known.
-        current: threads that a rank has by default, None where that is not known.
-    """
-    if share is None:
-        return ()
-    return tuple(sorted({threads for threads in (share, share - 1, share // 2) if threads >= 1} - {current}))
-
-
-def label(setting: Tuned) -> str:
-    """The setting for a reader: ``horovodrun, cycle 5 ms``."""
-    words = [
-        setting.launcher,
-        None if setting.threads is None else f"{setting.threads} thread{'s' if setting.threads > 1 else ''}",
-        None if setting.cycle_time_ms is None else f"cycle {setting.cycle_time_ms:g} ms",
-        None if setting.fusion_threshold_bytes is None else f"fusion {setting.fusion_threshold_bytes / MIB:g} MiB",
-    ]
-    return ", ".join(word for word in words if word is not None) or "default"
-
-
-def launch_words(setting: Tuned) -> list[str]:
-    """The options of ``hvdkit launch`` that say the same."""
-    return as_words({"launcher": setting.launcher, "threads": setting.threads, "variables": setting.variables()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +123,8 @@ class Launch:
     def argv(self, setting: Tuned) -> list[str]:
         """The command line of the job with a setting."""
         start = [sys.executable, "-P", "-m", "hvdkit.cli", "launch", "-n", str(self.n), "--no-tag"]
-        return [*start, *self.options, *launch_words(setting), "--", *self.command]
+        tuned = {"launcher": setting.launcher, "threads": setting.threads, "variables": setting.variables()}
+        return [*start, *self.options, *as_words(tuned), "--", *self.command]
 
     def __call__(self, setting: Tuned, timeout_s: float | None) -> TrialJob:
         """Run the job; its output is read for the closing line and for the reason when it fails.
@@ -244,10 +138,10 @@ class Launch:
             wall_s = time.monotonic() - start
             output.seek(0)
             closing, last = _read(output)
-        if status is None:
-            return TrialJob(wall_s, failure=_failure(f"was ended after {timeout_s:g} seconds", last))
         if status != 0:
-            return TrialJob(wall_s, failure=_failure(f"exited with status {status}", last))
+            what = f"was ended after {timeout_s:g} seconds" if status is None else f"exited with status {status}"
+            what += "; its last lines:" if last else " and printed nothing"
+            return TrialJob(wall_s, failure="\n".join([what, *last]))
         if closing is None:
             return TrialJob(wall_s)
         ranks, seconds = closing
@@ -257,27 +151,23 @@ class Launch:
 
 
 def _run(argv: Sequence[str], output: IO[str], timeout_s: float | None) -> int | None:
-    """Exit status, None when the time was up. The process has its own group, so that Ctrl-C reaches it once, by us."""
+    """Exit status, None when the time was up. The process has its own group, so that Ctrl-C reaches it once, by us.
+
+    ``hvdkit launch`` leaves no rank behind, even when it is killed.
+    """
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0)
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have ``hvdkit launch`` end its ranks; it leaves none behind, even when it is killed."""
-    if process.poll() is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _read(lines: Iterable[str]) -> tuple[tuple[int, float] | None, list[str]]:
@@ -291,10 +181,6 @@ def _read(lines: Iterable[str]) -> tuple[tuple[int, float] | None, list[str]]:
         if line.strip():
             last = [*last[1 - _LAST_LINES :], line.rstrip()]
     return closing, last
-
-
-def _failure(what: str, last: Sequence[str]) -> str:
-    return "\n".join([f"{what}; its last lines:" if last else f"{what} and printed nothing", *last])
 
 
 class ToldToEnd(KeyboardInterrupt):

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,8 @@ _RUNS, _WAITS, _AVERAGES, _LEAVES = range(4)
 _PLACE_WORDS = 15
 _SHOWN = 8
 """Ranks at the most in a sentence."""
-_OWN = str(Path(__file__).parents[1])
+_LIBRARIES = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
+"""Files of Python, its libraries and hvdkit begin so."""
 _FIX_CALLS = (
     "call what all ranks take part in (shard, broadcast_state, average_metrics, check_agreement, Horovod's own) on "
     "every rank, not under a condition that only some of them meet"
@@ -74,11 +75,26 @@ class AllreduceCounts:
             return
         self._horovod = horovod
         self._libraries = (str(Path(sys.modules["horovod"].__path__[0])),)
-        if not hasattr(horovod.join, "hvdkit_plain"):
-            horovod.join = self._leaving_before(horovod.join)
-            horovod.init = _once(horovod)
+        if not hasattr(horovod.join, "hvdkit_watched"):
+            self._replace(horovod)
             atexit.register(self.leave)  # before Horovod's own, which ends it for all ranks
         self.start(ranks)
+
+    def _replace(self, horovod: Any) -> None:
+        """``join`` leaves the watch, and ``init`` does nothing where Horovod runs."""
+        plain_join, plain_init = horovod.join, horovod.init
+
+        def join(*arguments: Any, **options: Any) -> Any:
+            self.leave(to_the_end=True)  # Horovod ends where others begin an allgather without a rank that has joined
+            return plain_join(*arguments, **options)
+
+        def init(*arguments: Any, **options: Any) -> Any:
+            if arguments or options or not horovod.is_initialized():
+                return plain_init(*arguments, **options)
+            return None  # PyTorch's would forget what the second thread waits for
+
+        join.hvdkit_watched = True  # type: ignore[attr-defined]
+        horovod.join, horovod.init = join, init
 
     def start(self, ranks: Communicator) -> None:
         """Watch from now on, between these ranks."""
@@ -104,23 +120,12 @@ class AllreduceCounts:
         finally:
             self._averaging -= counts
 
-    def leave(self) -> None:
+    def leave(self, *, to_the_end: bool = False) -> None:
         """Show the others a last time how far this rank has come, and watch no more, on all ranks."""
-        self._leave(_LEAVE_S)
-
-    def _leave(self, within_s: float | None) -> None:
         if self._thread is not None and self._is_watching():
             self._leaves = True
             self._told.set()
-            self._thread.join(within_s)
-
-    def _leaving_before(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def join(*arguments: Any, **options: Any) -> Any:
-            self._leave(within_s=None)  # Horovod ends where others begin an allgather without a rank that has joined
-            return plain(*arguments, **options)
-
-        join.hvdkit_plain = plain  # type: ignore[attr-defined]
-        return join
+            self._thread.join(None if to_the_end else _LEAVE_S)
 
     def _is_watching(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and self._process == os.getpid()
@@ -145,15 +150,15 @@ class AllreduceCounts:
             rows = [_Row(rank, row) for rank, row in enumerate(table)]
             quiet = quiet + 1 if before is not None and np.array_equal(table, before) else 0
             before = table
-            if any(row.state == _LEAVES for row in rows):
+            states = {row.state for row in rows}
+            if _LEAVES in states:
                 self._explain(rows)
-                if self._horovod and self._leaves and not all(row.state == _LEAVES for row in rows):
+                if self._horovod and self._leaves and states != {_LEAVES}:
                     time.sleep(_PERIOD_S)  # until the others know it, too: this one's end is Horovod's
                 return
-            waiting = all(row.state in (_WAITS, _AVERAGES) for row in rows)
             apart = len({row.made for row in rows}) > 1 and quiet >= _QUIET
             elsewhere = len({row.place for row in rows}) > 1 and quiet >= _LONG_QUIET
-            if waiting and (apart or elsewhere) and self.all_meet():
+            if _RUNS not in states and (apart or elsewhere) and self.all_meet():
                 self._explain(rows)
                 time.sleep(_PERIOD_S)  # until the others know it, too: a rank that waits fails at once
                 self.end(_sentence(rows))
@@ -173,7 +178,7 @@ class AllreduceCounts:
                 state = max(state, _WAITS)
             elif file == threading.__file__ and frame.f_code.co_name == "_shutdown" and self._in_first_thread:
                 state, place = max(state, _WAITS), "threading, its program has ended and a thread of it has not"
-            elif not _is_library(frame):
+            elif "site-packages" not in file and not file.startswith(_LIBRARIES):
                 place = f"{Path(file).name}, line {frame.f_lineno}"
             frame = frame.f_back
         return np.array([made, state, *words_of(place if state else "", _PLACE_WORDS)])
@@ -212,18 +217,6 @@ class AllreduceCounts:
         sys.excepthook = explain
 
 
-def _once(horovod: Any) -> Callable[..., Any]:
-    """``init`` that does nothing where Horovod runs: PyTorch's would forget what the second thread waits for."""
-    plain = horovod.init
-
-    def init(*arguments: Any, **options: Any) -> Any:
-        if arguments or options or not horovod.is_initialized():
-            return plain(*arguments, **options)
-        return None
-
-    return init
-
-
 class _Row:
     """What one rank shows."""
 
@@ -252,11 +245,6 @@ def _sentence(rows: list[_Row]) -> str:
         f"{who} made {number} of gradients fewer than {than}, {fewest} and not {most}: rank {short[0].rank} "
         f"{short[0].doing}, while rank {others[0].rank} {others[0].doing}; {_FIX}."
     )
-
-
-def _is_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return "site-packages" in file or file.startswith((_OWN, sys.prefix, sys.base_prefix, "<"))
 
 
 COUNTS = AllreduceCounts()

@@ -1,19 +1,16 @@
 """The history of a run on the root's disk, ``metrics.jsonl``, valid whenever the job is killed.
 
-A line is written at once and whole. A training that begins again from an earlier step, which takes its steps again,
-begins a new file with what was before that step, and one that finds damaged lines a file without these; the old file
-stays beside it as ``metrics.N.jsonl``.
+Lines are only added, each at once and whole. A training that begins again from an earlier step adds its ``start`` line
+with that step: what was later before it is void, and readers leave it out.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import json
 import math
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Mapping
@@ -40,11 +37,10 @@ class History:
         self.path = directory / NAME
         self._version = version
         self._descriptor: int | None = None
-        self._columns: list[str] = []
         self._synced = 0.0
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Open the files for a training of which ``step`` steps are done, and say so in them; also once more.
+        """Open the file for a training of which ``step`` steps are done, and say so in it; also once more.
 
         Args:
             facts: further fields of the line, such as the size of the world.
@@ -52,46 +48,15 @@ class History:
         self.close()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._open(step)
-        except OSError as error:
-            self._lose(error)
-            return
-        self.write("start", schema=SCHEMA, hvdkit=self._version, step=step, **facts)
-
-    def _open(self, step: int) -> None:
-        """Lock the file and cut off what came after ``step``; with damaged lines begin anew, the old file beside it."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = _lines(self.path)
             while lines and lines[-1][1] is None:  # what a kill cut off goes
                 lines.pop()
-            valid = [(text, line) for text, line in lines if line is not None]
-            kept = [text for text, line in valid if line["kind"] not in _COUNTED or _step(line) <= step]
-            if len(kept) == len(lines):
-                os.ftruncate(descriptor, sum(map(len, kept)))
-            else:
-                descriptor = self._begin_again(descriptor, kept)
-            if len(valid) < len(lines):
-                bad = f"{len(lines) - len(valid)} lines of {self.path} are damaged and left out"
-                warnings.warn(f"{bad}; the file as it was stays beside it.", stacklevel=2)
-        except Exception:
-            os.close(descriptor)
-            raise
-        self._descriptor = descriptor
-
-    def _begin_again(self, old: int, kept: list[bytes]) -> int:
-        """A file with these lines in the place of the old one, which stays beside it."""
-        names = (self.path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
-        shutil.copyfile(self.path, next(name for name in names if not name.exists()))
-        fresh = self.path.with_name(f".{NAME}")
-        fresh.write_bytes(b"".join(kept))
-        descriptor = os.open(fresh, os.O_RDWR | os.O_APPEND)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fsync(descriptor)
-        fresh.replace(self.path)
-        os.close(old)
-        return descriptor
+            os.ftruncate(self._descriptor, sum(len(text) for text, _ in lines))
+        except OSError as error:
+            self._lose(error)
+        self.write("start", schema=SCHEMA, hvdkit=self._version, step=step, **facts)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one line; numbers that are not finite become null."""
@@ -116,15 +81,19 @@ class History:
 
     def _lose(self, error: OSError) -> None:
         self.close()
-        busy = isinstance(error, BlockingIOError)
-        why = "another job writes there" if busy else error.strerror or error
-        warnings.warn(f"the history of this run is not kept: {self.path}: {why}; give a directory of its own that can "
-                      "be written.", stacklevel=2)  # fmt: skip
+        why = "another job writes there" if isinstance(error, BlockingIOError) else error.strerror or error
+        fix = "give a directory of its own that can be written"
+        warnings.warn(f"the history of this run is not kept: {self.path}: {why}; {fix}.", stacklevel=2)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The complete and valid lines of a history; none where there is no file."""
-    return [line for _, line in _lines(path) if line is not None]
+    """The complete and valid lines of a history, without what a later start makes void; none where there is no file."""
+    found: list[dict[str, Any]] = []
+    for _, line in _lines(path):
+        if line is not None and line["kind"] == "start":
+            found = [one for one in found if one["kind"] not in _COUNTED or one["step"] <= line["step"]]
+        found += [] if line is None else [line]
+    return found
 
 
 def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
@@ -136,23 +105,15 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
 def _line(text: bytes) -> dict[str, Any] | None:
     try:
         line: dict[str, Any] = json.loads(text)
-        if not text.endswith(b"\n") or not isinstance(line["kind"], str) or _step(line) < 0:
+        if not text.endswith(b"\n") or not isinstance(line["kind"], str) or int(line["step"]) < 0:
             return None
-        if line["kind"] == "window" and not (isinstance(line["logs"], dict) and _is_of_ranks(line["ranks"])):
-            return None
+        if line["kind"] == "window":
+            columns = [column for name, column in line["ranks"].items() if name != "quantiles"]
+            known = all(isinstance(value, int | float | None) for column in columns for value in column)
+            return line if known and isinstance(line["logs"], dict) else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
     return line
-
-
-def _is_of_ranks(ranks: Any) -> bool:
-    """Whether it is numbers by name, None where one is not known."""
-    lists = [values for name, values in ranks.items() if name != "quantiles"]
-    return all(isinstance(value, int | float | None) for values in lists for value in values)
-
-
-def _step(line: Mapping[str, Any]) -> int:
-    return int(line["step"])
 
 
 def _plain(value: Any) -> Any:

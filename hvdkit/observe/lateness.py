@@ -1,7 +1,6 @@
 """Who keeps the others waiting, how regularly, and in which words that is said.
 
-Why this room exists: the monitor within a training and the tools that read its recordings afterwards must name the same
-ranks by the same rules. So one reference (the lower median), one rule of blame and one table of words stand below both.
+The monitor within a training and the tools that read its recordings afterwards name the same ranks by these rules.
 """
 
 from __future__ import annotations
@@ -98,11 +97,7 @@ def costs(own: Floats) -> Floats:
 
 
 def to_blame(costs: Mapping[int, float]) -> tuple[int, ...]:
-    """The ranks that the others wait for; empty where it is now this one and now that one.
-
-    Args:
-        costs: rank to the time that it costs the others, of every rank; see ``costs``.
-    """
+    """The ranks that the others wait for, by what each rank costs them; empty where it is now this and now that one."""
     ranks, lost = sorted(costs), np.array([costs[rank] for rank in sorted(costs)])
     rows = slow_ranks(lost, 0.0)
     return tuple(ranks[row] for row in rows) if lost[rows].sum() >= _MOST * lost.sum() > 0 else ()
@@ -136,11 +131,7 @@ class When:
 
 
 def when(loss: Floats) -> When:
-    """How a loss is spread over the steps.
-
-    Args:
-        loss: (steps,), >= 0.
-    """
+    """How a loss, (steps,), >= 0, is spread over the steps."""
     count = len(loss)
     if not loss.any():
         return When("steady", count, count, 0.0)
@@ -208,13 +199,7 @@ def why(lost: float, ran: float, queued: float, of_all: float, *, itself: bool, 
 
 
 def named(ranks: Sequence[int], size: int, *, host: bool = False) -> str:
-    """The ranks of a sentence, at its beginning.
-
-    Args:
-        ranks: in increasing order.
-        size: of the job.
-        host: whether they are all ranks of one host.
-    """
+    """The ranks of a sentence, in increasing order, at its beginning; ``host``: they are all ranks of one host."""
     who = name_ranks(ranks)
     if host:
         return f"The host of {who}"

@@ -1,6 +1,7 @@
 """What a rank says of itself to ``hvdkit launch``, seen from what its script imports: whom it met, and what it lost.
 
-Loaded by path in Pythons that may have no hvdkit (``observe/startup``), as ``steps/stalls`` is, which carries it.
+Loaded by path in Pythons that may have no hvdkit (``observe/startup``), as ``steps/stalls`` is, which carries it. Each
+function here is called when a module has just been imported.
 """
 
 from __future__ import annotations
@@ -19,11 +20,7 @@ _SPEC.loader.exec_module(stalls)  # type: ignore[union-attr]
 
 
 def report_init(basics: Any) -> None:
-    """Have each ``init`` of Horovod reported.
-
-    Args:
-        basics: ``horovod.common.basics``, which has just been imported.
-    """
+    """Have each ``init`` of Horovod reported; ``horovod.common.basics``."""
     init = stalls.reported_init()(basics.HorovodBasics.init)
 
     @functools.wraps(init)
@@ -36,18 +33,18 @@ def report_init(basics: Any) -> None:
 
 
 def report_process_groups(module: Any) -> None:
-    """Have it reported that a process group has others; ``torch.distributed.distributed_c10d`` has been imported."""
+    """Have it reported that a process group has others; ``torch.distributed.distributed_c10d``."""
     _after_first(module, "init_process_group", lambda *_: _report_joined(module.get_world_size()))
 
 
 def report_strategies(module: Any) -> None:
-    """The same of ``MultiWorkerMirroredStrategy``, whose ``collective_all_reduce_strategy`` has been imported."""
+    """The same of ``MultiWorkerMirroredStrategy``; its ``collective_all_reduce_strategy``."""
     extended = module.CollectiveAllReduceExtended
     _after_first(extended, "_initialize_multi_worker", lambda strategy, *_: _report_joined(strategy._num_workers))
 
 
 def report_jax(module: Any) -> None:
-    """The same of ``jax.distributed``, whose ``jax._src.distributed`` has just been imported."""
+    """The same of ``jax.distributed``; ``jax._src.distributed``."""
     _after_first(module.State, "initialize", lambda state, *_: _report_joined(state.num_processes or 1))
 
 
@@ -57,20 +54,13 @@ def _report_joined(size: int) -> None:
 
 
 def report_torch_steps(module: Any) -> None:
-    """Have the first step of any optimizer reported; ``torch.optim.optimizer`` has just been imported."""
-    told = False
-
-    def stepped(*_: Any) -> None:
-        nonlocal told
-        if not told:
-            told = True
-            _report_trained()
-
-    module.register_optimizer_step_post_hook(stepped)
+    """Have the first step of any optimizer reported; ``torch.optim.optimizer``."""
+    report = functools.cache(_report_trained)
+    module.register_optimizer_step_post_hook(lambda *_: report())
 
 
 def report_keras_steps(module: Any) -> None:
-    """The same of Keras' optimizers; ``keras.src.optimizers.base_optimizer`` has just been imported."""
+    """The same of Keras' optimizers; ``keras.src.optimizers.base_optimizer``."""
     _after_first(module.BaseOptimizer, "apply", lambda *_: _report_trained())
 
 
@@ -99,10 +89,7 @@ def _after_first(owner: Any, name: str, action: Callable[..., Any]) -> None:
 def report_killed_workers(popen: Any) -> None:
     """Have each process of ``multiprocessing`` reported that a signal killed: PyTorch's loaders often do not say which.
 
-    SIGTERM is not: with it a pool ends its own workers.
-
-    Args:
-        popen: ``multiprocessing.popen_fork``, which has just been imported; spawned processes are of its class, too.
+    SIGTERM is not: with it a pool ends its own workers. ``multiprocessing.popen_fork``; spawned ones are of its class.
     """
     poll = popen.Popen.poll
 

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from hvdkit.core.communicator import ALLGATHER, Communicator
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.observe import step_files
 from hvdkit.observe.monitor_thread import MOST_LOGS, MonitorThread, Window, samples_of
-from hvdkit.observe.stragglers import Report
 from hvdkit.observe.trackers import RootSinks, checked_trackers
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.steps.numbers import whole
@@ -34,10 +33,8 @@ EVERY = "HVDKIT_MONITOR_EVERY"
 """Environment variable with the steps of a window, for a monitor that ``hvdkit launch`` asks for."""
 _CLOSING_S = 10.0
 """Seconds that the end of a training waits for the last window: another rank may have failed."""
-_REPORT_S = 60.0
 _NUMBERS = itertools.count()
 _T = TypeVar("_T")
-OnReport = Callable[[Report], None]
 
 
 class Monitor(ABC):
@@ -64,10 +61,8 @@ class Monitor(ABC):
             and ``fail()`` before ``close``; the root alone uses them. One that cannot be made is a warning.
         step: steps that were done before; default: those of the checkpoint that was restored, else 0.
         steps, epochs: of the whole training, where they are known: for those who want to see the time left.
-        on_report: a function that is given each ``Report``, on every rank after the same step, so that it may save a
-            checkpoint or stop the training.
     Raises:
-        InvalidArgumentError: a number out of range, or an ``on_report`` or tracker that is none.
+        InvalidArgumentError: a number out of range, or a tracker that is none.
     """
 
     automatic = False
@@ -82,17 +77,13 @@ class Monitor(ABC):
         step: int | None = None,
         steps: int | None = None,
         epochs: int | None = None,
-        on_report: OnReport | None = None,
     ) -> None:
         every = whole("every", every, 1)
         optional = {"step": step, "steps": steps, "epochs": epochs}
         step, steps, epochs = (one if one is None else whole(name, one, 0) for name, one in optional.items())
         asked = directory or os.environ.get(listeners.MONITOR)
         where = Path(asked) if asked else None
-        if not (on_report is None or callable(on_report)):
-            raise InvalidArgumentError(f"on_report must be a function, got {on_report!r}.")
         named = checked_trackers(trackers, where)
-        self._on_report = on_report
         self._every, self._start, self._steps, self._epochs = every, step, steps, epochs
         self._new_sinks = functools.partial(RootSinks, where, named)
         self._sinks: RootSinks | None = None
@@ -103,8 +94,8 @@ class Monitor(ABC):
         self.step, self.epoch = step or 0, 0
         self._name = _name()
         self._place(world)
-        for one in [one for one in listeners.MONITORS if one.automatic]:
-            one.close()
+        if (other := automatic()) is not None:
+            other.close()
         listeners.MONITORS.append(self)
         atexit.register(self._at_exit)
 
@@ -117,11 +108,6 @@ class Monitor(ABC):
         self._world, self._thread = world, None
         self._window, self._wait_before = Window(time.perf_counter()), 0.0
         self._open = False
-
-    @property
-    def logs(self) -> dict[str, float]:
-        """What was logged in the last window, means of all ranks."""
-        return {} if self._thread is None else self._thread.logs
 
     # What a framework binding says in its framework's terms ----------------------------------------------------------
 
@@ -247,10 +233,9 @@ class Monitor(ABC):
         self._processor = step_files.Processor()  # of this thread, which trains
         self._used = self._processor.spent()
         gather = self._ranks.background(ALLGATHER, self._name)
-        keeps = self._on_report is not None
-        self._thread = MonitorThread(self._world.size, gather, self._device_bytes, self._sinks, keeps=keeps)
         facts = {"world_size": self._world.size, "steps": self._steps, "epochs": self._epochs}
-        self._thread.begin(self.step, facts)
+        self._thread = MonitorThread(self._world.size, gather, self._device_bytes, self._sinks, self.step, facts)
+        self._thread.start()
 
     def _end(self, now: float, steps: int, *, told: bool = True) -> None:
         if not self._open:
@@ -267,23 +252,16 @@ class Monitor(ABC):
         self.step += steps
         self._open = False
         if told and window.steps >= self._every and self._thread is not None:
-            number = self._give(self._thread, now)
-            if self._on_report is not None:
-                self._tell(self._on_report, self._thread, number - 1)
+            self._give(self._thread, now)
 
-    def _give(self, thread: MonitorThread, now: float) -> int:
-        """Give the window to the second thread; its number."""
+    def _give(self, thread: MonitorThread, now: float) -> None:
+        """Give the window to the second thread."""
         window, self._window = self._window, Window(now)
         before, self._used, self._wait_before = self._used, self._processor.spent(), 0.0
         window.used = tuple(end - begin for begin, end in zip(before, self._used, strict=True))  # type: ignore[assignment]
         window.seconds, window.last = now - window.begun, self.step
         window.parameters = dict(self._parameters())
-        return thread.window(window)
-
-    def _tell(self, call: Callable[[Report], None], thread: MonitorThread, windows: int) -> None:
-        """Give reports of the windows up to this one, on every rank after the same step."""
-        for report in thread.reports(windows, _REPORT_S):
-            call(report)
+        thread.window(window)
 
     # Elastic trainings -----------------------------------------------------------------------------------------------
 
@@ -332,8 +310,6 @@ class Monitor(ABC):
                 self._give(thread, time.perf_counter())
             if thread.end(_CLOSING_S) and not failed:
                 end = self.step
-                if self._on_report is not None:
-                    self._tell(self._on_report, thread, sys.maxsize)
         if self._sinks is not None:  # trackers may hold files, or a run that counts as running
             self._sinks.close(end, failed=failed)
 

@@ -59,13 +59,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """Something of this process that took time within the steps.
+    """Something of this process that took time within the steps, from ``at`` on the clock of the steps.
 
     Attributes:
         name: "gc" (garbage collection), "fsync" (the disk has it), "saving" (a checkpoint), "evaluation", or
             "shard_state" (weights that other ranks have updated).
-        at: when it began, on the clock of the steps.
-        seconds: how long it took.
     """
 
     name: str
@@ -75,14 +73,8 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What the thread that trains got of the processor, in so many steps.
-
-    Attributes:
-        steps: how many.
-        ran: seconds that it ran.
-        queued: seconds that it could have run, and others had the cores.
-        of_all: seconds that all threads of the process ran.
-    """
+    """Seconds in so many steps that the thread that trains ran, that it could have run and others had the cores, and
+    that all threads of the process ran."""
 
     steps: int
     ran: float
@@ -95,12 +87,10 @@ class RankTimes:
     """What one rank wrote.
 
     Attributes:
-        rank: its number.
-        steps: in order.
+        steps, events: in order.
         host: a number that ranks of one host share; None in older files.
         cores: of all steps; None where the kernel does not say it.
         cpus: cores to which the thread that trains is bound; None in older files.
-        events: in order of time.
     """
 
     rank: int
@@ -123,33 +113,27 @@ class Recorder:
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int) -> None:
-        self._path = Path(directory) / f"rank-{rank}.jsonl"
-        self._rank = rank
+        self._path, self._rank = Path(directory) / f"rank-{rank}.jsonl", rank
         self._offset = time.time() - time.perf_counter()
-        self._asked = self._given = 0.0
+        self._open = self._by_hand = self._begun = self.marked = False
+        self._asked = self._given = self._loading = self._input = 0.0
         self._ready: float | None = None
         self._arrived: float | None = None
-        self._open = False
         self._processor: Processor | None = None
         self._before = self._used = _UNKNOWN
         self._events: list[tuple[str, float, float, float]] = []
         self._steps: list[tuple[float | None, ...]] = []
-        self._begun = False
+        self._ended = 0
+        self._cores: tuple[float, float, float] | None = None
         self._started = time.perf_counter()
         self._due = self._started + _KEPT_S[0]
-        self.on_step: Callable[[int], None] | None = None
-        self.marked = False
         self._evaluating: dict[int, float] = {}
-        self._ended = 0
-        self._by_hand = False
-        self._loading, self._input = 0.0, 0.0
-        self._cores: tuple[float, float, float] | None = None
+        self.on_step: Callable[[int], None] | None = None
 
     def asked(self, *, by_hand: bool = True) -> None:
         """The next batch is asked for; a step that is open ends here.
 
-        Args:
-            by_hand: the script says so; from then on what is only seen of it (``step_marks``) does not count.
+        ``by_hand``: the script says so; from then on what is only seen of it (``step_marks``) does not count.
         """
         if self._ignored(by_hand):
             return
@@ -341,25 +325,20 @@ def recorder() -> Recorder | None:
         return None
     if not listeners.RECORDERS:
         launched = launchers.detect(os.environ)
-        found = Recorder(directory, 0 if launched is None else launched.rank)
-        gc.callbacks.append(_collections(found))
-        listeners.RECORDERS.append(found)
-    made: Recorder = listeners.RECORDERS[0]
-    return made
+        made = Recorder(directory, 0 if launched is None else launched.rank)
+        begun = 0.0
 
+        def collection(phase: str, _: Mapping[str, int]) -> None:
+            nonlocal begun
+            now = time.perf_counter()
+            if phase == "stop":
+                made.event("gc", begun, now - begun)
+            begun = now
 
-def _collections(found: Recorder) -> Callable[[str, Mapping[str, int]], None]:
-    """For ``gc.callbacks``: tells the recorder of every collection that takes a while."""
-    begun = 0.0
-
-    def call(phase: str, _: Mapping[str, int]) -> None:
-        nonlocal begun
-        now = time.perf_counter()
-        if phase == "stop":
-            found.event("gc", begun, now - begun)
-        begun = now
-
-    return call
+        gc.callbacks.append(collection)
+        listeners.RECORDERS.append(made)
+    found: Recorder = listeners.RECORDERS[0]
+    return found
 
 
 def record_steps(batches: Iterable[_T]) -> Iterable[_T]:
@@ -429,17 +408,23 @@ def _read(path: Path) -> RankTimes:
         if header["hvdkit"] != MARK or header["version"] != VERSION:
             raise ValueError(f"the first line is {header!r}")
         host, cpus = header.get("host"), header.get("cpus")
-        events = [line for line in lines if isinstance(line, dict) and "event" in line]
-        cores = [line for line in lines if isinstance(line, dict) and "event" not in line]
+        steps: list[Step] = []
+        events: list[StepEvent] = []
+        cores: dict[str, Any] | None = None
+        for line in lines:
+            if not isinstance(line, dict):
+                steps.append(_step(line))
+            elif "event" in line:
+                events.append(StepEvent(str(line["event"]), _seconds(line["at"]), _seconds(line["seconds"])))
+            else:
+                cores = line
         return RankTimes(
             int(header["rank"]),
-            tuple(_step(line) for line in lines if not isinstance(line, dict)),
+            tuple(steps),
             None if host is None else int(host),
-            _cores(cores[-1]) if cores else None,
+            None if cores is None else _cores(cores),
             None if cpus is None else frozenset(map(int, cpus)),
-            tuple(
-                StepEvent(str(event["event"]), _seconds(event["at"]), _seconds(event["seconds"])) for event in events
-            ),
+            tuple(events),
         )
     except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a file of step times (version {VERSION}) or not complete: {error}.") from error
@@ -451,10 +436,9 @@ def _step(line: list[Any]) -> Step:
         raise ValueError(f"a step has {len(line)} values")
     arrived, *used = more or (None,)
     ran = tuple(map(_seconds, used)) if used and None not in used else None
-    return Step(
-        _seconds(asked), _seconds(given), _optional(ready), _seconds(ended), _optional(arrived),
-        None if ran is None else (ran[0], ran[1], ran[2]),
-    )  # fmt: skip
+    ready, arrived = (None if at is None else _seconds(at) for at in (ready, arrived))
+    processor = None if ran is None else (ran[0], ran[1], ran[2])
+    return Step(_seconds(asked), _seconds(given), ready, _seconds(ended), arrived, processor)
 
 
 def _seconds(value: Any) -> float:
@@ -468,7 +452,3 @@ def _cores(line: dict[str, Any]) -> Cores:
     if type(steps) is not int or steps < 1:
         raise ValueError(f"a number of steps is {steps!r}")
     return Cores(steps, *(_seconds(line[name]) for name in ("ran", "queued", "of_all")))
-
-
-def _optional(value: Any) -> float | None:
-    return None if value is None else _seconds(value)

@@ -54,11 +54,7 @@ def _mark(
     before: Callable[[Any, Any], object] = lambda *_: None,
     after: Callable[[Any, Any], object] = lambda *_: None,
 ) -> None:
-    """Tell the recorder, where there is one, before a call of a function, with its first argument, and after it.
-
-    Args:
-        after: is given what the function returned.
-    """
+    """Tell the recorder, where there is one, before a call, with its first argument, and after it, with its result."""
 
     def call(original: Any, *arguments: Any, **options: Any) -> Any:
         recorder = _recorder()
@@ -105,8 +101,14 @@ def torch_optimizers(module: ModuleType) -> None:
             recorder.ready()
 
     def end(optimizer: Any) -> None:
-        if leading.counts(optimizer):
-            _stepped()
+        if not leading.counts(optimizer):
+            return
+        recorder, listening = _recorder(), sys.modules.get("hvdkit.core.listeners")
+        if recorder is not None:
+            recorder.stepped()
+        for monitor in [] if listening is None else listening.MONITORS:
+            if monitor.automatic:
+                monitor.stepped()
 
     around_torch_steps(module, begin, end)
 
@@ -163,17 +165,6 @@ def _is_distributed(optimizer: Any) -> bool:
     return any(hasattr(optimizer, name) for name in ("_hvdkit_distributed", "_allreduce_delay"))
 
 
-def _stepped() -> None:
-    """Tell those who listen: the recorder, and the monitor of ``hvdkit launch --monitor``."""
-    recorder = _recorder()
-    if recorder is not None:
-        recorder.stepped()
-    listening = sys.modules.get("hvdkit.core.listeners")
-    for monitor in [] if listening is None else listening.MONITORS:
-        if monitor.automatic:
-            monitor.stepped()
-
-
 def torch_saving(module: ModuleType) -> None:
     """``torch.save`` is a checkpoint; ``torch.serialization`` has just been imported."""
     wrap(module, "save", _timed("saving"))
@@ -218,11 +209,11 @@ def eager() -> bool:
 
 def _after(batch: Any, say: Callable[[], None]) -> None:
     """Call ``say`` when a batch is there, also in a graph, where no other operation waits for it."""
-    import tensorflow as tf
-
-    if tf.executing_eagerly():
+    if eager():
         say()
         return
+    import tensorflow as tf
+
     with tf.control_dependencies([*tf.nest.flatten(batch, expand_composites=True)[:1]]):
         tf.numpy_function(say, [], [], name="hvdkit_taken")
 

@@ -6,7 +6,6 @@ is reported, once until it is over.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,20 +25,10 @@ _SHARE = 0.1
 _SPREADS = 4.0
 """Times the spread of the ranks: what is nearer to the median is their usual difference."""
 _SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
-_PAST = 10
-"""Windows that a job needs to have a past."""
-_SLOWDOWN, _SLOWDOWN_S = 1.25, 30.0
-"""A job is called slower than it was from this factor on, when it was so for so many seconds."""
 _LOSS_APART, _LOSS_SPREADS = 0.5, 6.0
 _MANY = 4
 """Ranks that are slow from the same window on beyond which one report names them all."""
 _MEASURED = ("input", "compute", "ran", "queued", "of_all", "typical")
-_MOST_OF_IT = {
-    "input": "; most of it is input",
-    "compute": "; most of it is computation",
-    "wait": "; most of it is communication",
-    "step": "",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +37,10 @@ class Report:
 
     Attributes:
         step: when it was seen.
-        about: "straggler", "slowdown" or "health".
+        about: "straggler" or "health".
         rank: whose; None where it is all ranks' or several ranks'.
         cause: "input", "compute", "blocked", "cores", "late" (by its input or computation, which of them is not known),
-            "random-late", "wait", "step" (what takes longer is not known), "nonfinite" or "loss".
+            "random-late", "nonfinite" or "loss".
         since: step after which it began.
         cost: seconds per step that it costs the job.
         text: one sentence.
@@ -67,7 +56,7 @@ class Report:
 
 
 class Scores:
-    """Takes what all ranks say of each window; the same on every rank that is told the same.
+    """Takes what all ranks say of each window.
 
     Args:
         hosts: the name of each rank's host, by rank.
@@ -75,7 +64,6 @@ class Scores:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = tuple(hosts)
-        self._now = 0.0
         size = len(self._hosts)
         self._windows = 0
         self._before = 0
@@ -83,50 +71,42 @@ class Scores:
         self._behind = {name: np.zeros(size) for name in (*_MEASURED, "cost", "stalls")}
         self._measured: frozenset[str] = frozenset()
         self._computes_itself = False
-        self._typical: deque[dict[str, float]] = deque(maxlen=512)
-        self._slow_since: tuple[float, int] | None = None
-        self._slow_told = False
         self._apart = _Lasting(size)
         self._unhealthy: set[str] = set()
 
-    def window(self, step: int, steps: int, seconds: float, ranks: Mapping[str, Floats]) -> list[Report]:
+    def window(self, step: int, steps: int, ranks: Mapping[str, Floats]) -> list[Report]:
         """What is to be reported after a window.
 
         Args:
             step: the last one of the window.
-            steps, seconds: of the window.
+            steps: of the window.
             ranks: "step", "input", "compute", "wait" (seconds per step), "loss", each (size,), NaN where it is not
                 known; and where it was measured "ran", "queued", "of_all" (seconds per step of the
                 processor), "typical" (seconds of a rank's own work in its median step) and "stalls" (steps in which it
                 does much more, 0 where that is in all of them).
         """
         self._windows += 1
-        self._now += seconds
         first = step - steps if self._windows == 1 else self._before
-        reports: list[Report] = []
-        if self._windows > 1:  # the first one holds what happens once: imports, compilation, connections
-            reports += self._stragglers(step, first, ranks)
-            reports += self._slowdown(step, first, ranks)
-            reports += self._losses(step, first, ranks.get("loss"))
         self._before = step
-        return reports
+        if self._windows == 1:  # it holds what happens once: imports, compilation, connections
+            return []
+        return self._stragglers(step, first, ranks) + self._losses(step, first, ranks.get("loss"))
 
-    def nonfinite(self, step: int, kind: str, at: Mapping[int, int], what: str) -> list[Report]:
+    def nonfinite(self, step: int, kind: str, seen: Floats, what: str) -> list[Report]:
         """What is to be reported of numbers that are not finite, once for each kind.
 
         Args:
-            at: first step where they were seen, by rank.
+            seen: first step where they were, (size,); NaN where all is well.
             what: such as "the gradient of dense.weight".
         """
-        if not at or kind in self._unhealthy:
+        if kind in self._unhealthy or not np.isfinite(seen).any():
             return []
         self._unhealthy.add(kind)
-        first = min(at.values())
-        ranks = sorted(rank for rank, seen in at.items() if seen == first)
-        who = ranks[0] if len(ranks) == 1 else None
+        first = int(np.nanmin(seen))
+        ranks = np.flatnonzero(seen == first).tolist()
         whose = "All ranks" if len(ranks) == len(self._hosts) > 1 else name_ranks(ranks).capitalize()
         text = f"{whose}: {what} is not finite in step {first}."
-        return [Report(step, "health", who, "nonfinite", first, 0.0, text)]
+        return [Report(step, "health", ranks[0] if len(ranks) == 1 else None, "nonfinite", first, 0.0, text)]
 
     # Ranks that are slower than the others ---------------------------------------------------------------------------
 
@@ -168,7 +148,8 @@ class Scores:
         """The report of these ranks, all of one host where ``of_host``."""
         windows = self._late.windows[ranks]
         means = {name: float((self._behind[name][ranks] / windows).mean()) for name in self._measured}
-        cause = self._cause(means)
+        gap = float(np.nan_to_num(means.get("input", np.nan)) + means["compute"])
+        cause = self._cause(means, gap)
         since = int(self._late.since[ranks].min())
         behind = self._behind["cost"] / np.maximum(1, self._late.windows)
         # Without these ranks a step waits for the next slowest one.
@@ -183,24 +164,18 @@ class Scores:
         several = rank is None and not of_host
         if cause == "random-late":
             every = max(1, round(1 / means["stalls"]))
-            each = _ms(means["gap"] * every)
-            text = f"{who} {'are' if several else 'is'} late in about one step of {every}, {each} each"
+            text = f"{who} {'are' if several else 'is'} late in about one step of {every}, {_ms(gap * every)} each"
         else:
-            longer = means[cause] if cause in ("input", "compute") else means["gap"]
-            doing = DOING[cause][several]
-            text = f"{who} {doing}: {_ms(longer)} a step more than the median rank"
-        hidden = cost < _HIDDEN * means["cost"]
-        text += f" since step {since}; " + (
-            f"it costs nothing until rank {next_rank} is as fast as the others."
-            if hidden
-            else f"it costs the job {_ms(cost)} a step."
-        )
-        return Report(step, "straggler", rank, cause, since, cost, text)
+            longer = means[cause] if cause in ("input", "compute") else gap
+            text = f"{who} {DOING[cause][several]}: {_ms(longer)} a step more than the median rank"
+        costs = f"it costs the job {_ms(cost)} a step"
+        if cost < _HIDDEN * means["cost"]:
+            costs = f"it costs nothing until rank {next_rank} is as fast as the others"
+        return Report(step, "straggler", rank, cause, since, cost, f"{text} since step {since}; {costs}.")
 
-    def _cause(self, means: dict[str, float]) -> str:
+    def _cause(self, means: Mapping[str, float], gap: float) -> str:
         """What slow ranks do, as far as it was measured; ``means``: by what they are behind, seconds a step."""
         read = means.get("input", np.nan)
-        means["gap"] = gap = np.nan_to_num(read) + means["compute"]
         if read > means["compute"]:
             return "input"
         if means["stalls"] > 0 and means.get("typical", gap) < STEADY * gap:
@@ -208,34 +183,6 @@ class Scores:
         processor = (means.get(name, np.nan) for name in ("ran", "queued", "of_all"))
         cause = why(gap, *processor, itself=self._computes_itself, read=not np.isnan(read))
         return "late" if cause == "unread" else cause
-
-    # All ranks slower than they were ---------------------------------------------------------------------------------
-
-    def _slowdown(self, step: int, first: int, ranks: Mapping[str, Floats]) -> list[Report]:
-        """Report once when the typical rank has been slower than its past for a while.
-
-        ``ranks``: seconds by rank and part.
-        """
-        now = {name: lower_median(ranks[name]) for name in ("input", "compute")}
-        now["wait"] = float(np.min(ranks["wait"]))  # of the rank that comes last: what the network takes
-        if not np.isfinite(list(now.values())).all():
-            now = {"step": lower_median(ranks["step"])}
-        before = {name: _typical([one.get(name, 0.0) for one in self._typical]) for name in now}
-        was, total = sum(before.values()), sum(now.values())
-        if len(self._typical) < _PAST or total <= _SLOWDOWN * was:
-            self._typical.append(now)
-            self._slow_since, self._slow_told = None, False
-            return []
-        self._slow_since = self._slow_since or (self._now, first)
-        began, since = self._slow_since
-        if self._slow_told or self._now - began < _SLOWDOWN_S:
-            return []
-        self._slow_told = True
-        cause = max(now, key=lambda name: now[name] - before[name])
-        text = (
-            f"The job is slower than before step {since}: {_ms(total)} a step, {_ms(was)} earlier{_MOST_OF_IT[cause]}."
-        )
-        return [Report(step, "slowdown", None, cause, since, total - was, text)]
 
     # Health ----------------------------------------------------------------------------------------------------------
 
@@ -282,36 +229,23 @@ def own_work(ranks: Mapping[str, Floats]) -> Floats:
     return total
 
 
-def _typical(values: list[float]) -> float:
-    return float(np.median(values)) if values else 0.0
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
 def summary(values: Mapping[str, Floats], most: int = 64, shown: int = 32) -> dict[str, Any]:
-    """What a window's line says of its ranks: all of them, or the slowest ones and quantiles.
+    """What a window's line says of its ranks: all of them, or the slowest ones with their numbers.
 
     Args:
         values: by name, each (size,); "step", "input" and "compute" are among them.
         most: so many ranks are all shown.
         shown: of more ranks, how many.
     """
-    size = len(values["step"])
-    if size <= most:
+    if len(values["step"]) <= most:
         return {name: _listed(one) for name, one in values.items()}
     own = own_work(values)
     slowest = np.sort(np.argsort(-np.where(np.isfinite(own), own, values["step"]), kind="stable")[:shown])
-    quantiles = {}
-    for name, one in values.items():
-        known = one[np.isfinite(one)]
-        quantiles[name] = _listed(np.quantile(known, (0, 0.25, 0.5, 0.75, 1))) if len(known) else None
-    return {
-        "rank": slowest.tolist(),
-        **{name: _listed(one[slowest]) for name, one in values.items()},
-        "quantiles": quantiles,
-    }
+    return {"rank": slowest.tolist(), **{name: _listed(one[slowest]) for name, one in values.items()}}
 
 
 def _listed(values: Floats) -> list[float | int | None]:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,7 +53,18 @@ def profile(directory: str | os.PathLike[str], wait: int = 10, warmup: int = 2, 
     import torch
     from torch.profiler import ProfilerActivity, schedule
 
-    path = _checked(directory, wait, warmup, active)
+    path = Path(directory)
+    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            from hvdkit.errors import InvalidArgumentError  # not at import time, see above
+
+            raise InvalidArgumentError(f"{name} is a number of steps from {least} on, got {value!r}.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        from hvdkit.errors import DataError
+
+        raise DataError(f"The directory {str(path)!r} for profiles cannot be created: {error.strerror}.") from error
     place = _place()  # a script may leave its process group before the end
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     written: list[Path] = []
@@ -74,23 +84,6 @@ def profile(directory: str | os.PathLike[str], wait: int = 10, warmup: int = 2, 
             profiler.step_num,
             wait + warmup + 1,
         )
-
-
-def _checked(directory: str | os.PathLike[str], wait: int, warmup: int, active: int) -> Path:
-    """The directory, which is there now."""
-    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            from hvdkit.errors import InvalidArgumentError  # not at import time, see above
-
-            raise InvalidArgumentError(f"{name} is a number of steps from {least} on, got {value!r}.")
-    path = Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        from hvdkit.errors import DataError
-
-        raise DataError(f"The directory {str(path)!r} for profiles cannot be created: {error.strerror}.") from error
-    return path
 
 
 @contextlib.contextmanager
@@ -118,14 +111,12 @@ def _name_calls(holder: Any, name: str, undo: contextlib.ExitStack) -> None:
     """Have the profiler see the calls of ``holder.synchronize`` until ``undo`` closes."""
     from torch.profiler import record_function
 
-    original = holder.synchronize
+    original, own = holder.synchronize, "synchronize" in vars(holder)
 
-    @functools.wraps(original)
     def synchronize(*arguments: Any, **options: Any) -> Any:
         with record_function(name):
             return original(*arguments, **options)
 
-    own = "synchronize" in vars(holder)
     holder.synchronize = synchronize
     if own:
         undo.callback(setattr, holder, "synchronize", original)
@@ -158,23 +149,16 @@ def _place() -> tuple[int, int] | None:
 
 
 def profile_steps(optimizers: ModuleType) -> None:
-    """Profile this process as ``VARIABLE`` asks, as soon as it has taken a step of an optimizer.
+    """Profile this process as ``VARIABLE`` asks, from the end of the first step of an optimizer on.
 
-    So the workers of a ``DataLoader`` and other programs of the rank are not profiled.
+    It is the first moment at which PyTorch lets hooks be added, and so the workers of a ``DataLoader`` and other
+    programs of the rank are not profiled. Horovod's optimizer calls the ``step()`` that it wraps, and PyTorch's hooks
+    run in both: the outer one counts.
 
     Args:
         optimizers: ``torch.optim.optimizer``, which has just been imported.
     """
     counts, _, directory = os.environ[VARIABLE].partition(":")
-    wait, warmup, active = map(int, counts.split(","))
-    _profile_steps(optimizers, lambda: profile(directory, wait, warmup, active))
-
-
-def _profile_steps(optimizers: ModuleType, start: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Start at the end of the first step, the first moment at which PyTorch lets hooks be added, and count it.
-
-    Horovod's optimizer calls the ``step()`` that it wraps, and PyTorch's hooks run in both: the outer one counts.
-    """
     depth = 0
     running = contextlib.ExitStack()
     profiler: Any = None
@@ -188,7 +172,7 @@ def _profile_steps(optimizers: ModuleType, start: Callable[[], contextlib.Abstra
         depth -= 1
         if depth == 0:
             if profiler is None:
-                profiler = running.enter_context(start())
+                profiler = running.enter_context(profile(directory, *map(int, counts.split(","))))
                 atexit.register(running.close)  # after Horovod's own, so that it runs before
             profiler.step()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import math
 import os
 import socket
 import sys
@@ -29,6 +28,8 @@ from hvdkit.observe.stragglers import Report
 class Tracker:
     """What ``hk.Monitor`` tells its windows to; one of your own needs ``log``, ``report`` and ``close`` alone."""
 
+    failed = False
+
     def begin(self, step: int, steps: int | None = None) -> None:
         """A job begins after ``step`` steps of a training of ``steps`` (None: not known)."""
 
@@ -39,11 +40,9 @@ class Tracker:
     def report(self, text: str) -> None:
         """A sentence about what is wrong."""
 
-    _failed = False
-
     def fail(self) -> None:
         """The training has failed; ``close`` follows."""
-        self._failed = True
+        self.failed = True
 
     def close(self) -> None:
         """No more follows."""
@@ -62,12 +61,6 @@ def span_text(seconds: float) -> str:
         return f"{minutes} min"
     hours = round(seconds / 3600)
     return f"{minutes // 60} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def bar(share: float, width: int) -> str:
-    """So much of ``width`` characters filled as is done."""
-    done = math.floor(width * min(1.0, max(0.0, share)))
-    return "#" * done + "." * (width - done)
 
 
 class Progress(Tracker):
@@ -89,53 +82,10 @@ class Progress(Tracker):
         sys.stdout.flush()
 
 
-def require_known(name: str) -> None:
-    """Refuse a name on every rank, though the root alone makes a tracker of it.
-
-    Raises:
-        InvalidArgumentError: there is no tracker of this name.
-        MissingFrameworkError: its library is not installed.
-    """
-    if name not in _KINDS:
-        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(_KINDS)}.")
-    if name not in _OWN and importlib.util.find_spec(name) is None:
-        raise MissingFrameworkError(
-            f"the tracker {name!r} needs {name}, which is not installed; pip install 'hvdkit[{name}]'."
-        )
-
-
-def tracker(name: str, directory: str | os.PathLike[str]) -> Tracker:
-    """A tracker of this name.
-
-    Args:
-        name: "tensorboard", "mlflow", "wandb", "prometheus" or "progress".
-        directory: of the run; its name is the run's name.
-    Raises:
-        InvalidArgumentError: there is none of this name.
-        MissingFrameworkError: its library is not installed.
-    """
-    require_known(name)
-    path = Path(directory).absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    return _KINDS[name](path)
-
-
-def _same_id(file: Path, new: Callable[[], str]) -> str:
-    """The id that a run of this directory had before, else a new one, which is kept."""
-    if file.is_file() and (known := file.read_text(encoding="utf-8").strip()):
-        return known
-    made = new()
-    file.write_text(f"{made}\n", encoding="utf-8")
-    return made
-
-
 class TensorBoard(Tracker):
     """Writes event files to ``tensorboard/``; what an earlier job wrote of later steps is no longer shown.
 
     By the library's record writer, since its summary writer imports all of TensorFlow where that is installed.
-
-    Args:
-        directory: of the run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -173,11 +123,7 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-    """A run in ``MLFLOW_TRACKING_URI``, else in ``mlflow.db`` beside the history; reports are its description.
-
-    Args:
-        directory: of the run; ``mlflow-run`` in it holds the run's id.
-    """
+    """A run in ``MLFLOW_TRACKING_URI``, else in ``mlflow.db`` beside the history; reports are its description."""
 
     _NOTE = "mlflow.note.content"
 
@@ -204,25 +150,24 @@ class MLflow(Tracker):
         self._client.set_tag(self._run, self._NOTE, f"{before}- {text}\n")
 
     def close(self) -> None:
-        self._client.set_terminated(self._run, "FAILED" if self._failed else "FINISHED")
+        self._client.set_terminated(self._run, "FAILED" if self.failed else "FINISHED")
 
 
 class WandB(Tracker):
-    """A run of Weights & Biases, offline unless ``WANDB_MODE`` says otherwise; ``wandb sync`` uploads it.
-
-    Args:
-        directory: of the run; ``wandb-run`` in it holds the run's id.
-    """
+    """A run of Weights & Biases, offline unless ``WANDB_MODE`` says otherwise; ``wandb sync`` uploads it."""
 
     def __init__(self, directory: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
         mode = os.environ.get("WANDB_MODE", "offline")
-        own = _same_id(directory / "wandb-run", lambda: uuid.uuid4().hex[:8])
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "hvdkit"), name=directory.name, id=own, dir=str(directory),
-            mode=mode, resume=None if mode == "offline" else "allow",
+            project=os.environ.get("WANDB_PROJECT", "hvdkit"),
+            name=directory.name,
+            id=_same_id(directory / "wandb-run", lambda: uuid.uuid4().hex[:8]),
+            dir=str(directory),
+            mode=mode,
+            resume=None if mode == "offline" else "allow",
             settings=wandb.Settings(silent=True, console="off"),
-        )  # fmt: skip
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -231,25 +176,32 @@ class WandB(Tracker):
         self._run.alert("hvdkit", text)
 
     def close(self) -> None:
-        self._run.finish(int(self._failed))
+        self._run.finish(int(self.failed))
+
+
+def _same_id(file: Path, new: Callable[[], str]) -> str:
+    """The id that a run of this directory had before, else a new one, which is kept."""
+    if file.is_file() and (known := file.read_text(encoding="utf-8").strip()):
+        return known
+    made = new()
+    file.write_text(f"{made}\n", encoding="utf-8")
+    return made
 
 
 class Prometheus(Tracker):
     """Writes ``metrics.prom`` for the textfile collector of a node exporter, whole or not at all.
 
-    Args:
-        directory: of the run; its name is the label ``run``.
     Source: Prometheus, text-based exposition format 0.0.4.
     """
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "metrics.prom"
         self._label = f'run="{_escaped(directory.name)}"'
-        self._step, self._steps, self._reports, self._begun = 0, 0, 0, False
+        self._step = self._steps = self._reports = 0
         self._values: dict[str, float] = {}
 
     def begin(self, step: int, steps: int | None = None) -> None:
-        self._step, self._steps, self._begun = step, steps or 0, True
+        self._step, self._steps = step, steps or 0
         self._write()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -260,26 +212,14 @@ class Prometheus(Tracker):
         self._reports += 1
         self._write()
 
-    def close(self) -> None:
-        if self._begun:  # what an earlier job wrote stays where this one took no step
-            self._write()
-
     def _write(self) -> None:
-        rows = [
-            ("step", "gauge", "Steps that are done.", self._step),
-            ("steps", "gauge", "Steps of the whole training, 0 where that is not known.", self._steps),
-            ("reports_total", "counter", "What was wrong in a lasting way since this job began.", self._reports),
-            ("time_seconds", "gauge", "When this was written, in seconds since 1970.", round(time.time(), 3)),
-        ]
-        text = "".join(
-            f"# HELP hvdkit_{name} {help_}\n# TYPE hvdkit_{name} {kind}\nhvdkit_{name}{{{self._label}}} {value}\n"
-            for name, kind, help_, value in rows
-        )
-        text += "# HELP hvdkit_value What the training said of the last window.\n# TYPE hvdkit_value gauge\n"
+        now = round(time.time(), 3)
+        counts = {"step": self._step, "steps": self._steps, "reports_total": self._reports, "time_seconds": now}
+        lines = [f"hvdkit_{name}{{{self._label}}} {count}" for name, count in counts.items()]
         for name, value in self._values.items():
-            text += f'hvdkit_value{{{self._label},name="{_escaped(name)}"}} {value!r}\n'
+            lines.append(f'hvdkit_value{{{self._label},name="{_escaped(name)}"}} {value!r}')
         fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         fresh.replace(self._file)
 
 
@@ -288,18 +228,50 @@ def _escaped(label: str) -> str:
 
 
 _KINDS: dict[str, Callable[[Path], Tracker]] = {
-    "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "prometheus": Prometheus,
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+    "prometheus": Prometheus,
     "progress": lambda _: Progress(),
-}  # fmt: skip
+}
 _OWN = ("prometheus", "progress")
 """Those that need no library, which the others have their names of."""
 
 
-# What the root tells --------------------------------------------------------------------------------------------------
+def checked_trackers(given: Any, directory: Path | None) -> list[Any]:
+    """Names of libraries and objects that may be trackers; asked on every rank, though the root alone makes them.
+
+    Raises:
+        InvalidArgumentError: something that is neither, or a name that is not known or needs a directory.
+        MissingFrameworkError: the library of a name is not installed.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InvalidArgumentError(f'trackers must be a list such as ["tensorboard"], got {given!r}.')
+    for one in given:
+        if not isinstance(one, str):
+            if not all(callable(getattr(one, name, None)) for name in ("log", "report", "close")):
+                raise InvalidArgumentError(f"a tracker has log, report and close, got {one!r}.")
+            continue
+        if one not in _KINDS:
+            raise InvalidArgumentError(f"there is no tracker {one!r}; expected one of {', '.join(_KINDS)}.")
+        if one not in _OWN and importlib.util.find_spec(one) is None:
+            raise MissingFrameworkError(
+                f"the tracker {one!r} needs {one}, which is not installed; pip install 'hvdkit[{one}]'."
+            )
+        if directory is None and one != "progress":
+            raise InvalidArgumentError(f"the tracker {one!r} needs a directory, got None; give the monitor one.")
+    return list(given)
+
+
+def tracker(name: str, directory: Path) -> Tracker:
+    """A tracker of this name, for the run of this directory, whose name is the run's."""
+    path = directory.absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return _KINDS[name](path)
 
 
 class RootSinks:
-    """The root's; no failure of theirs ends a training.
+    """The history and the trackers, which the root alone has; no failure of theirs ends a training.
 
     Args:
         directory: of the history; None for none.
@@ -310,11 +282,8 @@ class RootSinks:
         self._kept = directory is not None
         directory = directory or Path()
         self._history = History(directory, importlib.metadata.version("hvdkit"))
-        self._trackers: list[Any] = []
-        for one in trackers:
-            # The root alone does: an error of its own would desert the others.
-            made = _safely(tracker, one, directory) if isinstance(one, str) else one
-            self._trackers += [] if made is None else [made]
+        made = [_safely(tracker, one, directory) if isinstance(one, str) else one for one in trackers]
+        self._trackers = [one for one in made if one is not None]
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
@@ -362,30 +331,10 @@ class RootSinks:
             _safely(tracker.close)
 
 
-def checked_trackers(given: Any, directory: Path | None) -> list[Any]:
-    """Names of libraries and objects that may be trackers.
-
-    Raises:
-        InvalidArgumentError: something that is neither, or a name that is not known or needs a directory.
-        MissingFrameworkError: the library of a name is not installed.
-    """
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise InvalidArgumentError(f'trackers must be a list such as ["tensorboard"], got {given!r}.')
-    for one in given:
-        if isinstance(one, str):
-            require_known(one)
-            if directory is None and one != "progress":
-                raise InvalidArgumentError(f"the tracker {one!r} needs a directory, got None; give the monitor one.")
-        methods = () if isinstance(one, str) else ("log", "report", "close")
-        if not all(callable(getattr(one, name, None)) for name in methods):
-            raise InvalidArgumentError(f"a tracker has log, report and close, got {one!r}.")
-    return list(given)
-
-
-def _safely(action: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _safely(action: Callable[..., Any], *arguments: Any) -> Any:
     """What the action returns; None where it fails, for what only looks on ends no training."""
     try:
-        return action(*arguments, **options)
+        return action(*arguments)
     except Exception as error:
         warnings.warn(f"of the monitor: {type(error).__name__}: {error}", stacklevel=2)
         return None

@@ -163,7 +163,7 @@ def test_the_page_says_what_the_code_writes():
 
 def test_kinds_have_names_of_their_own_and_fields_that_are_explained():
     kinds = documents()
-    assert len(kinds) >= 25
+    assert len(kinds) >= 20
     assert len({kind.kind for kind in kinds}) == len(kinds)
     for kind in kinds:
         assert kind.written_by.startswith("hvdkit ") and kind.schema >= 1
@@ -211,12 +211,11 @@ SAID = {
     "timeline-merge": ["timeline", "merge", "timeline.json", "0.json", "-o", "merged.json", "--json"],
     "timeline-summary": ["timeline", "summary", TIMELINES[2], "--json"],
     "trace-summary": ["trace", "summary", "0.json", "1.json", "--json"],
-    "watch": ["watch", ".", "--json"],
 }
 """A command line for each kind that needs neither ranks nor a build of Horovod; files are those of ``recorded``."""
 TESTED_WHERE_MADE = {
     "bench-scaling", "bench-synthetic", "doctor", "doctor-job", "emulate-results", "horovod-build", "job-launch",
-    "mpi-profile-rank", "test", "tune", "tuned",
+    "mpi-profile-rank", "test", "tuned",
 }  # fmt: skip
 
 
@@ -246,12 +245,6 @@ def recorded(tmp_path_factory):
         inside = [trace_files.event("aten::mm", 100 * number + 1, 40 + 9 * rank) for number in range(5)]
         sums = [trace_files.gloo(100 * number + 60 + 9 * rank, 20) for number in range(5)]
         trace_files.write(folder / f"{rank}.json", *steps, *inside, *sums, rank=rank)
-    ranks = {name: [0.1, 0.2] for name in ("step", "input", "compute", "wait", "rss", "device")}
-    lines = [
-        {"kind": "start", "schema": 1, "time": 1000.0, "world_size": 2, "step": 0, "steps": 400},
-        {"kind": "window", "time": 1002, "step": 50, "epoch": 0, "steps": 50, "logs": {"loss": 1}, "ranks": ranks},
-    ]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
 

@@ -18,7 +18,7 @@ class Job:
         self.noise = np.random.default_rng(seed)
         self.processor = False
 
-    def window(self, seconds=10.0, loss=None, **injected):
+    def window(self, loss=None, **injected):
         self.step += 50
         ranks = {
             "input": self.noise.normal(1e-3, 1e-5, self.size),
@@ -33,7 +33,7 @@ class Job:
         ranks |= self.measured(ranks, injected)
         if loss is not None:
             ranks["loss"] = np.asarray(loss, float)
-        return self.scores.window(self.step, 50, seconds, ranks)
+        return self.scores.window(self.step, 50, ranks)
 
     def measured(self, ranks, injected):
         """What the processor gave; "blocked" and "queued" are parts of the computation in which the thread did not run,
@@ -131,22 +131,6 @@ def test_what_lasts_two_windows_is_noise():
         assert job.windows(1) == []
 
 
-def test_a_job_whose_ranks_are_all_slower_than_they_were():
-    job = Job(4)
-    assert job.windows(20, seconds=120.0) == []
-    (report,) = job.windows(4, seconds=120.0, compute=(slice(None), 0.05))
-    assert (report.about, report.rank, report.cause, report.since) == ("slowdown", None, "compute", 1000)
-    assert report.cost == pytest.approx(0.05, rel=0.1)
-    assert job.windows(9, seconds=120.0, compute=(slice(None), 0.05)) == []
-    assert Job(4).windows(30, seconds=0.1, compute=(slice(None), 0.05)) == [], "it was never faster"
-
-
-def test_a_straggler_is_no_slowdown_of_all():
-    job = Job(4)
-    job.windows(20, seconds=120.0)
-    assert [one.about for one in job.windows(10, seconds=120.0, input=(3, 0.2))] == ["straggler"]
-
-
 def test_a_loss_that_parts_from_the_others():
     job = Job(4)
     assert job.windows(3, loss=[1.0, 1.1, 0.9, 1.2]) == []
@@ -156,24 +140,22 @@ def test_a_loss_that_parts_from_the_others():
 
 def test_the_first_rank_with_a_number_that_is_not_finite_is_named():
     scores = Scores(["n0"] * 4)
-    (report,) = scores.nonfinite(50, "gradient", {0: 42, 2: 41, 3: 42}, "the gradient of dense.weight")
+    well = np.nan
+    seen = np.array([42, well, 41, 42])
+    (report,) = scores.nonfinite(50, "gradient", seen, "the gradient of dense.weight")
     assert (report.rank, report.cause, report.since) == (2, "nonfinite", 41)
     assert report.text == "Rank 2: the gradient of dense.weight is not finite in step 41."
-    assert scores.nonfinite(100, "gradient", {1: 99}, "the gradient of dense.weight") == []
-    (report,) = scores.nonfinite(50, "loss", {0: 7, 1: 7, 2: 7, 3: 7}, "the loss")
+    assert scores.nonfinite(100, "gradient", np.array([well, 99, well, well]), "the gradient of dense.weight") == []
+    assert scores.nonfinite(100, "loss", np.full(4, well), "the loss") == []
+    (report,) = scores.nonfinite(50, "loss", np.full(4, 7.0), "the loss")
     assert report.rank is None and report.text.startswith("All ranks: ")
 
 
-def test_ranks_of_which_nobody_knows_when_they_wait():
-    scores = Scores(["n0", "n1"])
-    unknown = np.full(2, np.nan)
+def test_ranks_of_which_nobody_knows_when_they_wait_are_not_blamed():
+    scores, unknown = Scores(["n0", "n1"]), np.full(2, np.nan)
     for step in range(50, 2000, 50):
-        ranks = dict.fromkeys(("input", "compute", "wait"), unknown) | {"step": np.array([0.1, 0.1])}
-        assert scores.window(step, 50, 100.0, ranks) == []
-    ranks["step"] = np.array([0.2, 0.2])
-    (report,) = [one for step in range(2000, 2200, 50) for one in scores.window(step, 50, 100.0, ranks)]
-    assert (report.about, report.cause) == ("slowdown", "step"), "it does not know what takes longer"
-    assert report.text.endswith("100 ms earlier.")
+        ranks = dict.fromkeys(("input", "compute", "wait"), unknown) | {"step": np.array([0.1, 0.3])}
+        assert scores.window(step, 50, ranks) == []
 
 
 def test_healthy_ranks_with_heavy_tails_bring_few_reports():
@@ -192,17 +174,16 @@ def test_healthy_ranks_with_heavy_tails_bring_few_reports():
             "compute": compute,
             "wait": wait,
         }
-        reports += scores.window(50 * window + 50, 50, 6.0, ranks)
+        reports += scores.window(50 * window + 50, 50, ranks)
     assert len(reports) <= 1
 
 
-def test_of_many_ranks_a_line_shows_the_slowest_and_quantiles():
+def test_of_many_ranks_a_line_shows_the_slowest():
     compute = np.arange(100.0)
     values = {"step": compute, "input": np.zeros(100), "compute": compute, "wait": np.full(100, np.nan)}
     said = summary(values)
     assert said["rank"] == list(range(68, 100)) and said["step"] == list(compute[68:])
-    assert said["quantiles"]["step"] == [0, 24.75, 49.5, 74.25, 99]
-    assert said["quantiles"]["wait"] is None and said["wait"] == [None] * 32
+    assert said["wait"] == [None] * 32
     few = summary({name: one[:3] for name, one in values.items()})
     assert few == {"step": [0, 1, 2], "input": [0, 0, 0], "compute": [0, 1, 2], "wait": [None] * 3}
 

@@ -129,9 +129,8 @@ FRAMEWORKS = ("torch", "tensorflow", "keras", "keras-torch")
 
 @on_ranks(*FRAMEWORKS)
 @pytest.mark.parametrize("what", ["input", "compute", "blocked"])
-def test_what_is_injected_on_a_rank_is_reported(hk, world, everyone, tmp_path, what):
-    told = []
-    with hk.Monitor(tmp_path / "run", world, every=EVERY, on_report=told.append) as monitor:
+def test_what_is_injected_on_a_rank_is_reported(hk, world, tmp_path, what):
+    with hk.Monitor(tmp_path / "run", world, every=EVERY) as monitor:
         train(hk, monitor, what, world)
     if world.is_root:
         found = [one for one in reports_of(tmp_path / "run") if (one["about"], one["rank"]) == ("straggler", 1)]
@@ -144,8 +143,6 @@ def test_what_is_injected_on_a_rank_is_reported(hk, world, everyone, tmp_path, w
         windows = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "window"]
         assert [one["step"] for one in windows] == list(range(EVERY, EVERY * WINDOWS + 1, EVERY))
         assert all(len(one["ranks"][name]) == 2 for one in windows for name in ("step", "input", "compute", "wait"))
-    seen = everyone([(one.step, one.text) for one in told])
-    assert seen[0] == seen[1] != [], "every rank is told the same"
 
 
 @on_ranks(*FRAMEWORKS)

@@ -164,7 +164,8 @@ def test_others_take_their_place_when_asked(kernel):
 
     kernel.run("%ranks 2")
     first = pids()
-    kernel.run("%ranks restart")
+    kernel.run("%ranks stop")
+    kernel.run("%ranks 2")
     second = pids()
     assert not first & second
     kernel.run("%ranks 1")

@@ -115,21 +115,6 @@ def test_the_published_schema_takes_it(capsys, options):
     assert status == 0 and wrong(json.loads(text), SCHEMA) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("replicas: 2", 'replicas: "2"'), "MPIJob.spec.mpiReplicaSpecs.Worker.replicas: '2' is no integer"),
-        (("emptyDir", "emptyDirectory"), "...Worker.template.spec.volumes[] has no emptyDirectory"),
-        (("mountPath", "path"), "...containers[].volumeMounts[] lacks mountPath"),
-        (("cpu: 8", 'cpu: "many"'), "...limits.cpu: 'many' is no quantity"),
-        (("slotsPerWorker", "slots"), "MPIJob.spec has no slots"),
-    ],
-)  # fmt: skip
-def test_the_schema_would_find_a_mistake(change, message):
-    found = wrong(yaml.safe_load(GOLDEN.replace(*change)), SCHEMA)
-    assert any(one.endswith(message.removeprefix("...")) for one in found), found
-
-
 def test_root_needs_no_user_and_no_file_for_sshd(capsys):
     text = write(capsys, "--ssh-dir", "/root/.ssh")[1]
     assert "runAsUser" not in text

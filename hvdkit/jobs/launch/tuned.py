@@ -62,7 +62,7 @@ class TunedFile(Document, frozen=True):
 
     Attributes:
         settings: for ``hvdkit launch --tuned``.
-        measured: how they were found: see "tune". Nobody reads it.
+        measured: how they were found, lines of text. Nobody reads it.
     """
 
     kind = "tuned"

@@ -11,23 +11,18 @@ from typing import Any
 import click
 import numpy as np
 
-from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, seconds_above_0, with_options
-from hvdkit.errors import HvdkitError, require_scipy
+from hvdkit.common.commands import AT_LEAST_1, PATH, output_file, seconds_above_0, with_options
+from hvdkit.errors import require_scipy
 from hvdkit.jobs import trials
-from hvdkit.jobs.launch import options
+from hvdkit.jobs.launch import options, plan
 from hvdkit.jobs.launch.tuned import MIB
-from hvdkit.jobs.trials import (
-    CYCLE_TIMES_MS,
-    FUSION_THRESHOLDS_BYTES,
-    Launch,
-    Space,
-    ToldToEnd,
-    ended_by_signals,
-    label,
-)
-from hvdkit.jobs.tune import report
-from hvdkit.jobs.tune.search import Effort, Search
+from hvdkit.jobs.trials import Here, Launch, ToldToEnd, ended_by_signals
+from hvdkit.jobs.tune import report, search
+from hvdkit.jobs.tune.search import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Search, label
+from hvdkit.steps.device import threads_asked
+
+_CONTROLLERS = ("mpirun", "horovodrun")
+"""Launchers that stand for Horovod's two controllers, MPI and Gloo."""
 
 
 def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[..., tuple[float, ...] | None]:
@@ -58,13 +53,6 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     help="Write the result here, for `hvdkit launch --tuned FILE`.",
 )
 @click.option(
-    "--launcher",
-    type=click.Choice(["auto", *options.LAUNCHERS]),
-    default="auto",
-    help="Launcher of every job. auto: that of `hvdkit launch`, and as a candidate the other one of mpirun and "
-    "horovodrun.",
-)
-@click.option(
     "--threads",
     callback=_list(int, 1, "whole numbers"),
     metavar="T,...",
@@ -93,11 +81,7 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     help="Settings to try: each change alone first, then combinations drawn at random.",
 )
 @click.option(
-    "--repeats",
-    type=AT_LEAST_1,
-    default=4,
-    metavar="R",
-    help="Runs of each setting that select the two best.",
+    "--repeats", type=AT_LEAST_1, default=4, metavar="R", help="Runs of each setting that select the two best."
 )
 @click.option(
     "--confirmations",
@@ -113,9 +97,7 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     metavar="S",
     help="Time limit in seconds; no job starts that would end after it.",
 )
-@click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the order of the jobs.")
-@with_options([options.OPTIONS[name] for name in ("ppn", "depth", "hosts", "hostfile", "variables")])
-@click.option("--json", "want_json", is_flag=True, help="Print the outcome as JSON.")
+@with_options([options.OPTIONS[name] for name in ("launcher", "ppn", "depth", "hosts", "hostfile", "variables")])
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def tune(
     *,
@@ -129,8 +111,6 @@ def tune(
     repeats: int,
     confirmations: int,
     budget: float | None,
-    seed: int,
-    want_json: bool,
     **where: Any,
 ) -> int:
     """Find the launcher, cycle time, fusion threshold and threads that make COMMAND fast on N ranks, by running it.
@@ -138,7 +118,8 @@ def tune(
     COMMAND is run many times, whole, with `hvdkit launch`: keep it short (seconds), but with the model and the batch
     size that matter. The seconds of its closing line `Hvd Procs N Total time: X second` are compared, else the wall
     time of whole jobs. A setting is adopted only when fresh runs show it to be faster than the default, by a 95 %
-    confidence interval that lies above 1. Progress is on standard error.
+    confidence interval that lies above 1. With --launcher auto the other one of mpirun and horovodrun is tried, too.
+    Progress is on standard error.
 
     Exit status: 0, also when nothing is better than the default; 1 when the job fails with the default settings; 130
     after Ctrl-C. Ctrl-C prints the best setting so far and writes no file.
@@ -150,23 +131,35 @@ def tune(
       hvdkit tune -n 4 --launcher mpirun --threads 1,2,4 --fusion-thresholds-mb '' --budget 600 -- python train.py
     """
     require_scipy("hvdkit tune computes confidence intervals")
-    found = trials.look(n, command, where)
-    rng = np.random.default_rng(seed)
-    fusion = tuple(round(size * MIB) for size in fusion_thresholds_mb)
-    space = Space(found.launchers(), found.threads() if threads is None else threads, cycle_times_ms, fusion)
-    candidates = space.candidates(limit, rng)
+    here = trials.look(n, command, where)
+    axes = {
+        "launcher": _launchers(here),
+        "threads": _threads(here) if threads is None else threads,
+        "cycle_time_s": [time_ms / 1000 for time_ms in cycle_times_ms],
+        "fusion_threshold_bytes": [round(size * MIB) for size in fusion_thresholds_mb],
+    }
+    rng = np.random.default_rng(0)
+    candidates = search.candidates(axes, limit, rng)
     if not candidates:
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
-    effort = Effort(repeats, confirmations, budget_s=budget)
-    search = Search(candidates, Launch(n, command, found.options), effort, rng, say=_say)
-    subject = report.TunedJob(n, command, found.describe(), found.facts.cores, seed, found.notes())
-    status = _run(search, subject)
-    if want_json:
-        click.echo(json_files.encode(report.outcome(search, subject, interrupted=status != 0)), nl=False)
-    else:
-        click.echo(report.text(search, subject, interrupted=status != 0))
+    launch = Launch(n, command, here.options)
+    found = Search(candidates, launch, repeats, confirmations, budget, rng, say=_say)
+    subject = report.TunedJob(n, command, _default(here), here.notes())
+    for sentence in (f"trying {len(candidates)} settings: {'; '.join(map(label, candidates))}", *subject.notes):
+        _say(sentence)
+    status = 0
+    with ended_by_signals():
+        try:
+            found.go()
+        except ToldToEnd as ended:
+            status = 128 + ended.number
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+    click.echo(report.text(found, subject, interrupted=status != 0))
     if output is not None and status == 0:
-        _save(output, search, subject, where["launcher"] if where["launcher"] in trials.WITH_A_CONTROLLER else None)
+        report.save(output, found, subject, where["launcher"] if where["launcher"] in _CONTROLLERS else None)
+        what = "the defaults, by which nothing changes" if found.best() is None else "what was adopted"
+        _say(f"{output} holds {what}: hvdkit launch -n {n} --tuned {output} -- COMMAND")
     return status
 
 
@@ -174,25 +167,29 @@ def _say(sentence: str) -> None:
     click.echo(f"hvdkit tune: {sentence}", err=True)
 
 
-def _run(search: Search, subject: report.TunedJob) -> int:
-    """Run the search; 0, or 128 and the number of the signal that ended it."""
-    _say(f"trying {len(search.candidates)} settings: {'; '.join(map(label, search.candidates))}")
-    for note in subject.notes:
-        _say(note)
-    with ended_by_signals():
-        try:
-            search.go()
-        except ToldToEnd as ended:
-            return 128 + ended.number
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-    return 0
+def _launchers(here: Here) -> tuple[str, ...]:
+    """The other one of mpirun and horovodrun, where the launcher is open and Horovod was built for both."""
+    horovod, name = here.facts.horovod, here.plan.launcher_name
+    if here.request.launcher != "auto" or name not in _CONTROLLERS or horovod is None:
+        return ()
+    works = {
+        "mpirun": horovod.mpi and here.facts.mpi is not None,
+        "horovodrun": horovod.gloo and here.facts.horovodrun is not None,
+    }
+    return tuple(launcher for launcher in _CONTROLLERS if works[launcher] and launcher != name)
 
 
-def _save(file: Path, search: Search, subject: report.TunedJob, launcher: str | None) -> None:
-    try:
-        report.save(file, search, subject, launcher)
-    except OSError as error:
-        raise HvdkitError(f"{file} cannot be written: {error.strerror}; the result is the text above.") from error
-    what = "the defaults, by which nothing changes" if search.best() is None else "what was adopted"
-    click.echo(f"{file} holds {what}: hvdkit launch -n {subject.ranks} --tuned {file} -- COMMAND", err=True)
+def _threads(here: Here) -> tuple[int, ...]:
+    """Thread counts to try; none where the cores of a rank are not known."""
+    together = plan.ranks_on_a_host(here.plan.launcher_name, here.request)
+    share = None if together is None else max(1, here.facts.cores // together)
+    return search.thread_choices(here.request.depth or share, threads_asked(here.plan.environment))
+
+
+def _default(here: Here) -> str:
+    """The default settings, for a reader."""
+    environment = here.plan.environment
+    threads = environment.get("OMP_NUM_THREADS")
+    words = [here.plan.launcher_name, f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS unset"]
+    set_before = [name for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD") if environment.get(name)]
+    return ", ".join([*words, *(f"{name}={environment[name]}" for name in set_before)])

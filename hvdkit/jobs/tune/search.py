@@ -8,25 +8,78 @@ Bonferroni's correction for their number.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch.tuned import Tuned
-from hvdkit.jobs.trials import DEFAULT, Run, TrialJob, label
+from hvdkit.jobs.launch.tuned import MIB, Tuned
+from hvdkit.jobs.trials import DEFAULT, Run, TrialJob
 
-CLOSING_LINE = "closing line"
-WALL_TIME = "wall time"
+CYCLE_TIMES_MS = (0.1, 0.5, 5.0)
+"""Around Horovod's own 1 ms: quicker answers for small models, fewer interruptions and more fusion for large ones."""
+FUSION_THRESHOLDS_BYTES = (4 * MIB, 32 * MIB)
+"""Below Horovod's own 128 MiB: less copying, and the first allreduce begins while gradients are still computed."""
+CLOSING_LINE = "'Total time' of the closing line"
+WALL_TIME = "wall time of the whole job"
 CONFIDENCE = 0.95
-_PATIENCE = 10
-"""A job that takes so many times as long as usual is ended ..."""
-_LEAST_PATIENCE_S = 30.0
-"""... but not before so many seconds."""
+FINALISTS = 2
+_PATIENCE, _LEAST_PATIENCE_S = 10, 30.0
+"""A job that takes so many times as long as usual is ended, but not before so many seconds."""
+
+
+# Settings
+
+
+def candidates(axes: dict[str, Sequence[Any]], limit: int, rng: np.random.Generator) -> list[Tuned]:
+    """The settings to try: each change alone, then random combinations of several until there are ``limit``.
+
+    Args:
+        axes: values to try, by the names of ``Tuned``.
+        limit: the most to return, >= 1; the default is not counted and not among them.
+        rng: draws what does not fit all together.
+    """
+    values = {name: list(dict.fromkeys(some)) for name, some in axes.items()}
+    alone = [Tuned(**{name: value}) for name, some in values.items() for value in some]
+    if len(alone) > limit:
+        return [alone[index] for index in sorted(rng.permutation(len(alone))[:limit])]
+    every = itertools.product(*([None, *some] for some in values.values()))
+    combined = [Tuned(**dict(zip(values, one, strict=True))) for one in every]
+    combined = [setting for setting in combined if setting != DEFAULT and setting not in alone]
+    return [*alone, *(combined[index] for index in rng.permutation(len(combined)))][:limit]
+
+
+def thread_choices(share: int | None, current: int | None) -> tuple[int, ...]:
+    """Thread counts worth trying: the whole share of a rank, one less (for Horovod's own thread) and the half.
+
+    Args:
+        share: cores of a rank, None where they are not known.
+        current: threads that a rank has by default, None where that is not known.
+    """
+    if share is None:
+        return ()
+    return tuple(sorted({threads for threads in (share, share - 1, share // 2) if threads >= 1} - {current}))
+
+
+def label(setting: Tuned) -> str:
+    """The setting for a reader: ``horovodrun, cycle 5 ms``."""
+    words = [] if setting.launcher is None else [setting.launcher]
+    if setting.threads is not None:
+        words.append(f"{setting.threads} thread{'s' if setting.threads > 1 else ''}")
+    if setting.cycle_time_ms is not None:
+        words.append(f"cycle {setting.cycle_time_ms:g} ms")
+    if setting.fusion_threshold_bytes is not None:
+        words.append(f"fusion {setting.fusion_threshold_bytes / MIB:g} MiB")
+    return ", ".join(words) or "default"
+
+
+# Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +89,12 @@ class Speedup:
     Attributes:
         ratio: geometric mean over the pairs.
         low, high: ends of the confidence interval of ``ratio``; 0 and infinity where one pair says nothing about them.
-        confidence: of the interval, between 0 and 1.
         pairs: number of pairs, >= 1.
     """
 
     ratio: float
     low: float
     high: float
-    confidence: float
     pairs: int
 
 
@@ -63,42 +114,12 @@ def speedup(pairs: Sequence[tuple[float, float]], confidence: float) -> Speedup:
     logs = np.log([default / other for default, other in pairs])
     mean, count = float(np.mean(logs)), len(pairs)
     if count == 1:
-        return Speedup(math.exp(mean), 0.0, math.inf, confidence, count)
+        return Speedup(math.exp(mean), 0.0, math.inf, count)
     from scipy.special import stdtrit
 
     half = float(stdtrit(count - 1, (1 + confidence) / 2) * np.std(logs, ddof=1) / math.sqrt(count))
-    return Speedup(math.exp(mean), _exp(mean - half), _exp(mean + half), confidence, count)
-
-
-def each_of(count: int, together: float) -> float:
-    """Confidence of each of ``count`` intervals so that all hold together with ``together`` (Bonferroni; Dunn 1961)."""
-    return 1 - (1 - together) / count
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is run.
-
-    Attributes:
-        repeats: rounds that select, >= 1.
-        confirmations: rounds of fresh runs for the finalists, >= 2.
-        finalists: settings that these are for, >= 1.
-        budget_s: seconds for all, None for no limit; no job is begun that would probably not end in time.
-    """
-
-    repeats: int = 4
-    confirmations: int = 8
-    finalists: int = 2
-    budget_s: float | None = None
-
-    def jobs(self, candidates: int) -> int:
-        """The most jobs that are run: the first one, those that select and the fresh ones."""
-        selecting = (1 + candidates) * self.repeats if candidates > self.finalists else 0
-        return 1 + selecting + (1 + min(candidates, self.finalists)) * self.confirmations
+    high = math.exp(mean + half) if mean + half < 700 else math.inf
+    return Speedup(math.exp(mean), math.exp(mean - half), high, count)
 
 
 class Rounds:
@@ -126,6 +147,9 @@ class Rounds:
         return speedup(pairs, CONFIDENCE).ratio if pairs else None
 
 
+# The search
+
+
 @dataclass
 class Search:
     """Runs the jobs; what is measured stays here, also when ``go`` is interrupted.
@@ -133,7 +157,9 @@ class Search:
     Attributes:
         candidates: the settings to try, without the default.
         run: runs one job.
-        effort: how much is run.
+        repeats: rounds that select, >= 1.
+        confirmations: rounds of fresh runs for the finalists, >= 2.
+        budget_s: seconds for all, None for no limit; no job is begun that would probably not end in time.
         rng: draws the order within a round.
         clock: seconds now.
         say: is told what happens, in sentences.
@@ -146,8 +172,10 @@ class Search:
 
     candidates: Sequence[Tuned]
     run: Run
-    effort: Effort
-    rng: np.random.Generator
+    repeats: int = 4
+    confirmations: int = 8
+    budget_s: float | None = None
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], object] = str
     screening: Rounds = field(default_factory=Rounds, init=False)
@@ -165,30 +193,34 @@ class Search:
             LaunchError: the job fails with the default settings.
             KeyboardInterrupt: by Ctrl-C; what is measured stays.
         """
-        began, budget_s, count = self.clock(), self.effort.budget_s, self.effort.finalists
+        end = math.inf if self.budget_s is None else self.clock() + self.budget_s
         # One job that is not counted: files get cached, and it shows what can be measured and how long it takes.
-        job = self._job(DEFAULT, budget_s)
+        job = self._job(DEFAULT, self.budget_s)
         self._check_default(job.failure)
         self.measure = WALL_TIME if job.closing_s is None else CLOSING_LINE
-        jobs = self.effort.jobs(len(self.candidates))
-        what = "wall time of the whole job" if job.closing_s is None else "'Total time' of its closing line"
-        most = "" if budget_s is None else f", ended after {budget_s:g} s"
-        minutes = math.ceil(jobs * job.wall_s / 60)
-        self.say(f"measured is the {what}; {job.wall_s:.1f} s a job, at most {jobs} jobs, about {minutes} min{most}")
-        if len(self.candidates) <= count:
+        most = "" if self.budget_s is None else f", ended after {self.budget_s:g} s"
+        minutes = math.ceil(self.jobs * job.wall_s / 60)
+        self.say(f"measured: {self.measure}; {job.wall_s:.1f} s a job, at most {self.jobs} jobs, {minutes} min{most}")
+        if len(self.candidates) <= FINALISTS:
             self.finalists = tuple(self.candidates)
         else:
             # The fresh runs keep the time that they need, at most half of the budget.
-            fresh_s = (1 + count) * self.effort.confirmations * self._usual_s
-            end = None if budget_s is None else began + budget_s - min(fresh_s, budget_s / 2)
-            self._rounds(self.screening, "selecting", self.candidates, self.effort.repeats, end)
-            best = self._ranked()[:count]
+            fresh_s = (1 + FINALISTS) * self.confirmations * self._usual_s
+            kept_s = 0.0 if self.budget_s is None else min(fresh_s, self.budget_s / 2)
+            self._rounds(self.screening, "selecting", self.candidates, self.repeats, end - kept_s)
             pairs = self.screening.pairs
+            best = self._ranked()[:FINALISTS]
             self.finalists = tuple(setting for setting in best if speedup(pairs(setting), CONFIDENCE).high > 1)
             self.say(f"selected: {'; '.join(map(label, self.finalists)) or 'none'}")
         if self.finalists:
-            end = None if budget_s is None else began + budget_s
-            self._rounds(self.confirming, "fresh runs", self.finalists, self.effort.confirmations, end)
+            self._rounds(self.confirming, "fresh runs", self.finalists, self.confirmations, end)
+
+    @property
+    def jobs(self) -> int:
+        """The most jobs that are run: the first one, those that select and the fresh ones."""
+        count = len(self.candidates)
+        selecting = (1 + count) * self.repeats if count > FINALISTS else 0
+        return 1 + selecting + (1 + min(count, FINALISTS)) * self.confirmations
 
     def _ranked(self) -> list[Tuned]:
         """Best first; without those that failed or that nothing is known of."""
@@ -196,9 +228,7 @@ class Search:
         known = {setting: ratio for setting, ratio in ratios.items() if ratio is not None}
         return sorted(known, key=known.__getitem__, reverse=True)
 
-    def _rounds(
-        self, rounds: Rounds, stage: str, settings: Sequence[Tuned], count: int, deadline: float | None
-    ) -> None:
+    def _rounds(self, rounds: Rounds, stage: str, settings: Sequence[Tuned], count: int, deadline: float) -> None:
         """Run ``count`` rounds of the settings and the default, as long as there is time."""
         for number in range(count):
             members = [DEFAULT, *(setting for setting in settings if setting not in self.failures)]
@@ -207,7 +237,7 @@ class Search:
             self.say(f"{stage}, round {number + 1} of {count}")
             row = rounds.begin()
             for index in self.rng.permutation(len(members)):
-                if deadline is not None and self.clock() + self._usual_s > deadline:
+                if self.clock() + self._usual_s > deadline:
                     self.budget_ended = True
                     self.say(f"the time for this is up: {stage}")
                     return
@@ -250,7 +280,8 @@ class Search:
         for setting in self.finalists:
             pairs = self.confirming.pairs(setting)
             if pairs and setting not in self.failures:
-                found[setting] = speedup(pairs, each_of(len(self.finalists), CONFIDENCE))
+                each = 1 - (1 - CONFIDENCE) / len(self.finalists)  # Bonferroni; Dunn 1961
+                found[setting] = speedup(pairs, each)
         return dict(sorted(found.items(), key=lambda item: item[1].ratio, reverse=True))
 
     def best(self) -> Tuned | None:

@@ -9,15 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from hvdkit.common.units import bytes_text, duration_text, number_text, printable, ranks_text, share_text, shortened
-from hvdkit.jobs.watch.history import HistoryWindow
-from hvdkit.jobs.watch.results import RankNow, Watched
-from hvdkit.observe.trackers import bar, span_text
+from hvdkit.jobs.watch.history import HistoryWindow, Run
+from hvdkit.observe.trackers import span_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
 HEAT = ((1.05, "░", "green"), (1.2, "▒", "yellow"), (1.5, "▓", "dark_orange"), (math.inf, "█", "red"))
 """Up to how many times the median of the ranks, its sign without colour, and its colour."""
-_PLAIN = str.maketrans("▁▂▃▄▅▆▇█░▒▓·…×", "__..--##.+*.~x")
-"""For a terminal that has no such characters."""
 _NAME = 12
 _WIDTHS = (6, 10, 11, 9, 9, 9, 9, 9)
 """Of the columns of the ranks; those that do not fit are left out, the last ones first."""
@@ -27,81 +24,73 @@ _LOGS, _RANKS, _REPORTS = 6, 5, 5
 _WRAPPER = Console()
 
 
-def lines(seen: Watched, windows: Sequence[HistoryWindow], width: int) -> list[Text]:
+def lines(run: Run, now: float, width: int) -> list[Text]:
     """What a terminal shows.
 
     Args:
-        seen: the run now.
-        windows: for the curves.
+        run: what the files say.
+        now: seconds since 1970.
         width: columns, of which no line has more.
     """
-    found = [_head(seen), _progress(seen, width), Text("  ".join(_speed_texts(seen)))]
-    found += _curves(windows, width)
-    if seen.ranks:
-        found += [Text(), *_ranks(seen, width)]
-    if seen.reports:
-        more = f", the last {_REPORTS} of {len(seen.reports)}" if len(seen.reports) > _REPORTS else ""
+    found = [_head(run, now), _progress(run, now, width), _speed(run, now), *_curves(run.windows, width)]
+    if run.ranks is not None:
+        found += [Text(), *_ranks(run, width)]
+    if run.reports:
+        more = f", the last {_REPORTS} of {len(run.reports)}" if len(run.reports) > _REPORTS else ""
         found += [Text(), Text(f"Reports{more}", "bold")]
-        for report in seen.reports[-_REPORTS:]:
+        for report in run.reports[-_REPORTS:]:
             found.append(Text.assemble((f"step {report.step}", "yellow"), f"  {printable(report.text)}"))
     return [piece for line in found for piece in (line.wrap(_WRAPPER, width) if line.plain else [line])]
 
 
-def plain(shown: Sequence[Text]) -> list[Text]:
-    """The same without a character that is not ASCII; names may keep theirs as escapes."""
-    return [
-        Text(line.plain.translate(_PLAIN).encode("ascii", "backslashreplace").decode(), line.style) for line in shown
-    ]
-
-
-def _head(seen: Watched) -> Text:
-    text = Text(printable(shortened(seen.path, 40)), "bold")
-    text.append(f"  {ranks_text(seen.world_size)}", "not bold")
-    if seen.jobs > 1:
-        text.append(f", job {seen.jobs} of this training", "not bold")
+def _head(run: Run, now: float) -> Text:
+    state = run.state(now)
+    text = Text(printable(shortened(str(run.path), 40)), "bold")
+    text.append(f"  {ranks_text(run.start.world_size)}", "not bold")
+    if run.jobs > 1:
+        text.append(f", job {run.jobs} of this training", "not bold")
     text.append("  ")
-    text.append(seen.state, _STATES[seen.state])
-    if seen.state == "silent":
-        text.append(f": no news for {_ago(seen, seen.updated)}; it hangs or was killed", "red")
+    text.append(state, _STATES[state])
+    if state == "silent":
+        text.append(f": no news for {span_text(now - run.updated)}; it hangs or was killed", "red")
     else:
-        word, until = ("after", seen.updated) if seen.state == "ended" else ("for", seen.at)
-        text.append(f" {word} {span_text(max(0.0, until - seen.started))}", "not bold")
+        word, until = ("after", run.updated) if state == "ended" else ("for", now)
+        text.append(f" {word} {span_text(max(0.0, until - run.start.time))}", "not bold")
     return text
 
 
-def _ago(seen: Watched, time: float) -> str:
-    return span_text(max(0.0, seen.at - time))
-
-
-def _progress(seen: Watched, width: int) -> Text:
+def _progress(run: Run, now: float, width: int) -> Text:
     """How far it is: step, epoch, share and time left, as far as they are known."""
-    words = [f"step {seen.step}/{seen.steps}" if seen.steps else f"step {seen.step}"]
-    if seen.epoch is not None:
-        words.append(f"epoch {seen.epoch + 1}/{seen.epochs}" if seen.epochs else f"epoch {seen.epoch + 1}")
-    if seen.share is not None:
-        words.append(share_text(seen.share))
-    if seen.left_s is not None and seen.state == "running":
-        words.append(f"{span_text(seen.left_s)} left")
+    steps, epochs, left = run.start.steps, run.start.epochs, run.left()
+    words = [f"step {run.step}/{steps}" if steps else f"step {run.step}"]
+    if run.windows and (epoch := run.windows[-1].epoch) is not None:
+        words.append(f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1}")
+    share = min(1.0, run.step / steps) if steps else None
+    if share is not None:
+        words.append(share_text(share))
+    if left is not None and run.state(now) == "running":
+        words.append(f"{span_text(left)} left")
     text = "  ".join(words)
     room = min(40, width - len(text) - 2)
-    if seen.share is None or room < 5:
+    if share is None or room < 5:
         return Text(text)
-    drawn = bar(seen.share, room).replace("#", "█").replace(".", "░")
-    return Text.assemble((drawn, "cyan"), "  ", text)
+    done = math.floor(room * share)
+    return Text.assemble(("█" * done + "░" * (room - done), "cyan"), "  ", text)
 
 
-def _speed_texts(seen: Watched) -> list[str]:
+def _speed(run: Run, now: float) -> Text:
     """Samples and seconds of a step, and the newest checkpoint."""
-    words = []
-    if seen.samples_per_s is not None:
-        words.append(f"{number_text(seen.samples_per_s, 4)} samples/s")
-    if seen.step_s is not None:
-        words.append(f"{duration_text(1e6 * seen.step_s)} a step")
-    if seen.checkpoint_step is None or seen.checkpoint_time is None:
+    words, pace = [], run.pace()
+    if run.windows and (samples_per_s := run.windows[-1].samples_per_s) is not None:
+        words.append(f"{number_text(samples_per_s, 4)} samples/s")
+    if pace is not None:
+        words.append(f"{duration_text(1e6 * pace)} a step")
+    if run.checkpoint is None:
         words.append("no checkpoint yet")
     else:
-        words.append(f"checkpoint of step {seen.checkpoint_step}, {_ago(seen, seen.checkpoint_time)} ago")
-    return words
+        ago = span_text(max(0.0, now - run.checkpoint.time))
+        words.append(f"checkpoint of step {run.checkpoint.step}, {ago} ago")
+    return Text("  ".join(words))
 
 
 def _curves(windows: Sequence[HistoryWindow], width: int) -> list[Text]:
@@ -129,41 +118,37 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     means = [None if None in group else math.fsum(value / len(group) for value in group if value) for group in groups]
     known = [mean for mean in means if mean is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    return "".join("×" if mean is None else LEVELS[round(7 * _height(mean, low, high))] for mean in means)
-
-
-def _height(value: float, low: float, high: float) -> float:
-    """Where a value is between two others, 0 to 1; half-way where these are the same."""
     span = high / 2 - low / 2  # halves, since their difference may be beyond what a float holds
-    return (value / 2 - low / 2) / span if span > 1e-290 else 0.5
+
+    def level(mean: float) -> str:
+        return LEVELS[round(7 * ((mean / 2 - low / 2) / span if span > 1e-290 else 0.5))]
+
+    return "".join("×" if mean is None else level(mean) for mean in means)
 
 
-def _ranks(seen: Watched, width: int) -> list[Text]:
+def _ranks(run: Run, width: int) -> list[Text]:
+    """A strip with a sign for each rank, the slowest first, and a table of the first ones."""
+    ranks, size = run.slowest(), run.start.world_size
+    known = sorted(rank.own for rank in ranks if rank.own is not None)
+    usual = known[(len(known) - 1) // 2] if known else None  # of two ranks that of the faster one
+    behind = [rank.own / usual if rank.own is not None and usual else 1.0 for rank in ranks]
+    signs = [next((sign, colour) for most, sign, colour in HEAT if one <= most) for one in behind]
     strip = Text("Ranks, slowest first: ")
     room = width - len(strip.plain)
-    for rank in seen.ranks[:room]:
-        strip.append(*heat(seen, rank))
-    if len(seen.ranks) < seen.world_size or len(seen.ranks) > room:
-        strip.append(f" and {seen.world_size - min(room, len(seen.ranks))} more")
+    for sign in signs[:room]:
+        strip.append(*sign)
+    if len(ranks) < size or len(ranks) > room:
+        strip.append(f" and {size - min(room, len(ranks))} more")
     fit = sum(width >= sum(_WIDTHS[: last + 1]) for last in range(len(_WIDTHS)))
-    if all(rank.device is None for rank in seen.ranks):
+    if all(rank.device is None for rank in ranks):
         fit = min(fit, len(_WIDTHS) - 1)
     names = ("rank", "own time", "of median", "input", "compute", "wait", "memory", "device")
-    heading = Text("".join(f"{name:>{wide}}" for name, wide in zip(names[:fit], _WIDTHS, strict=False)), "dim")
-    return [strip, heading, *(Text.assemble(*_row(seen, rank)[:fit]) for rank in seen.ranks[:_RANKS])]
-
-
-def heat(seen: Watched, rank: RankNow) -> tuple[str, str]:
-    """A rank's sign and colour in the strip."""
-    behind = seen.behind(rank)
-    return next((sign, colour) for most, sign, colour in HEAT if behind <= most)
-
-
-def _row(seen: Watched, rank: RankNow) -> list[tuple[str, str]]:
-    seconds = (rank.own_s, rank.input_s, rank.compute_s, rank.wait_s)
-    own, *times = ("-" if value is None else duration_text(1e6 * value) for value in seconds)
-    memory = ("-" if size is None else bytes_text(size) for size in (rank.rss, rank.device))
-    cells = [str(rank.rank), own, f"{seen.behind(rank):.2f}×", *times, *memory]
-    colour = heat(seen, rank)[1]
-    aligned = zip(cells, _WIDTHS, strict=True)
-    return [(f"{cell:>{wide}}", colour if at < 3 else "") for at, (cell, wide) in enumerate(aligned)]
+    found = [strip, Text("".join(f"{name:>{wide}}" for name, wide in zip(names[:fit], _WIDTHS, strict=False)), "dim")]
+    for rank, times, (_, colour) in list(zip(ranks, behind, signs, strict=True))[:_RANKS]:
+        seconds = (rank.own, rank.input, rank.compute, rank.wait)
+        own, *parts = ("-" if value is None else duration_text(1e6 * value) for value in seconds)
+        memory = ("-" if held is None else bytes_text(held) for held in (rank.rss, rank.device))
+        cells = [str(rank.rank), own, f"{times:.2f}×", *parts, *memory]
+        aligned = enumerate(zip(cells[:fit], _WIDTHS, strict=False))
+        found.append(Text.assemble(*((f"{cell:>{wide}}", colour if at < 3 else "") for at, (cell, wide) in aligned)))
+    return found

@@ -48,7 +48,6 @@ from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
 from hvdkit.torch.buckets import FUSION_BYTES, BucketLayout
 from hvdkit.torch.buffers import broadcast_each_step, end_each_step
 from hvdkit.torch.checkpoint import Checkpoints
-from hvdkit.torch.copies import COPIES
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
 from hvdkit.torch.from_loader import Wanted
@@ -280,8 +279,7 @@ def broadcast_state(
         raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
     end_windows()
     tell_how_many(RANKS, hvd.global_process_set)
-    with COPIES.found_after(model):
-        state.broadcast(model, optimizer, root)
+    state.broadcast(model, optimizer, root)
     end_each_step(model)
     if buffers == "each step" and hvd.size() > 1:
         broadcast_each_step(model, root)

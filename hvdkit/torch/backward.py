@@ -270,8 +270,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
     found = exchanges()
     if not any(exchange.steps_as(optimizer) for exchange in found):
-        trained = lambda: [named for exchange in found for named in exchange.training()]  # noqa: E731
-        divergence.UNDISTRIBUTED.look(optimizer, trained)
+        divergence.UNDISTRIBUTED.look(optimizer, lambda one: any(exchange.has(one) for exchange in found))
     for exchange in found:
         exchange.take_fingerprint(optimizer)
     if len(args) > 1 and callable(args[1]):

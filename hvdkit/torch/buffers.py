@@ -13,7 +13,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from hvdkit.steps import torch_tensors
 from hvdkit.steps.untrained import Seen, UntrainedState
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
-from hvdkit.torch.copies import PLAIN
 from hvdkit.torch.nested import flattened
 from hvdkit.torch.private import eagerly
 from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, plain_name, require_torch
@@ -78,7 +77,7 @@ def look(model: torch.nn.Module | None) -> Seen:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-    return dense and type(tensor) in PLAIN and not torch.nn.parameter.is_lazy(tensor)
+    return dense and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(tensor)
 
 
 def broadcast_each_step(model: torch.nn.Module, root: int) -> None:

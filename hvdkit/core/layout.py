@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-
-def by_kind(kinds: Iterable[Hashable]) -> dict[Any, list[int]]:
-    """The positions of gradients that may share a message, by their kind: the type in which they travel, the device."""
-    groups: dict[Any, list[int]] = {}
-    for position, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(position)
-    return groups
 
 
 def in_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], limit: float) -> list[list[int]]:

@@ -50,7 +50,6 @@ from hvdkit.torch.buffers import broadcast_each_step, end_each_step
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
-from hvdkit.torch.from_loader import Wanted
 from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
@@ -173,7 +172,7 @@ def distribute(
     compression: str = "none",
     backward_passes_per_step: int = 1,
     gradient_predivide_factor: float = 1.0,
-    groups: int | list[list[torch.Tensor]] | None = None,
+    groups: int | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
     bucket_mb: float = 4,
@@ -196,7 +195,7 @@ def distribute(
         model: names the gradients; must hold every parameter of the optimizer.
         op, compression, backward_passes_per_step, gradient_predivide_factor: see ``GradientOptions``. As PyTorch
             accumulates, the gradients of several passes are summed: divide the loss by their number for a mean.
-        groups: number of buckets, or lists of parameters that travel together; in the place of ``bucket_mb``.
+        groups: number of buckets, in the place of ``bucket_mb``.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: reduce only over these ranks (``horovod.torch.ProcessSet``); default: all.
         bucket_mb: a bucket leaves from so many MB (1,000,000 bytes) on, when its gradients are there.
@@ -205,8 +204,7 @@ def distribute(
             weights. It is another guarantee: see docs/slow_networks.md, and ``average_weights``.
         outer, outer_lr, outer_momentum, outer_overlap: see ``hvdkit.steps.outer.OuterOptions``.
         shard_state: divide the optimizer's state among all ranks (ZeRO stage 1), so that each keeps 1 / size of it and
-            updates these numbers alone. Weights become what they become without. Of parameters in bfloat16 or float16
-            the state holds a float32 master copy, too. See docs/shard_state.md.
+            updates these numbers alone. Weights become what they become without. See docs/shard_state.md.
 
     With op="adasum" it returns Horovod's own optimizer instead, whose ``step`` combines what the ranks' steps would do.
 
@@ -295,12 +293,12 @@ def broadcast_state(
 
 
 def shard(
-    dataset: torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any],
+    dataset: torch.utils.data.Dataset[Any],
     world: Topology,
-    batch_size: int | None = None,
+    batch_size: int,
     *,
-    remainder: str | None = None,
-    shuffle: bool | None = None,
+    remainder: str = "drop",
+    shuffle: bool = True,
     seed: int = 0,
     sampler: Iterable[int] | None = None,
     **loader_options: Any,
@@ -312,16 +310,13 @@ def shard(
             Or an ``IterableDataset`` of unknown length that yields this rank's own samples: every rank then takes the
             same number of steps, until the first rank cannot fill a batch ("drop") or until no rank has a sample left
             ("exact"); seed and shuffle are its own affair. HuggingFace's ``IterableDataset`` is dealt out to the ranks,
-            and while one is read RANK and WORLD_SIZE are set, which webdataset's ``split_by_node`` asks for. Or a
-            ``DataLoader``: its data set, batch size and options are taken, and what is given here goes before them.
+            and while one is read RANK and WORLD_SIZE are set, which webdataset's ``split_by_node`` asks for.
         world: the job; rank and size are used.
-        batch_size: samples per step on one rank; default: that of the ``DataLoader``.
+        batch_size: samples per step on one rank.
         remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
-            but a tensor, dict, named tuple or object is ``(batch, w)``. Default: "drop"; of a ``DataLoader`` without
-            ``drop_last`` "pad", as ``DistributedSampler`` does it.
-        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume. Default: True, or what
-            the ``DataLoader`` does.
+            but a tensor, dict, named tuple or object is ``(batch, w)``.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
         seed: of the order, the same on every rank.
         sampler: what draws the order in the place of ``shuffle``, such as ``WeightedRandomSampler``, for the whole
             data set, all ranks together: its length is that of an epoch. See ``SampledShard``.
@@ -333,8 +328,7 @@ def shard(
         DataError: over a stream: the data set of another rank raised an error.
     """
     beside_tensorflow.refuse()
-    wanted = Wanted(dataset, batch_size, remainder, shuffle, sampler, loader_options)
-    return data.sharded(world, seed, wanted)
+    return data.sharded(world, seed, dataset, batch_size, remainder, shuffle, sampler, loader_options)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
@@ -407,7 +401,6 @@ def fit(
     remainder: str = "drop",
     kind: str = "auto",
     seed: int = 0,
-    precision: str = "fp32",
 ) -> list[dict[str, float]]:
     """The eight steps in one call: train ``model`` on all ranks; returns the mean loss of each epoch.
 
@@ -419,7 +412,6 @@ def fit(
         checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
             checkpoint already; the history then begins with the epoch after it.
         remainder, kind, seed: see ``shard`` and ``pin_device``.
-        precision: "fp32", or with PyTorch's autocast "bf16" or "fp16", the latter with a GradScaler.
     Raises:
         InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
     """
@@ -432,18 +424,19 @@ def fit(
     steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
     loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
-    computing = device.Precision(precision, target)
     if checkpoints is not None:
-        computing.go_on(checkpoints.restore(model, optimizer, loader=loader, schedule=schedule))
+        checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
     history = []
     for epoch in range(loader.epoch, epochs):
         total = 0.0
         for x, y, *weights in record_steps(loader):
-            with computing.autocast:
-                batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
-            total += computing.step(batch_loss, optimizer)
+            optimizer.zero_grad()
+            batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
+            batch_loss.backward()
+            optimizer.step()
             schedule.step()
+            total += batch_loss.item()
         history.append(average_metrics({"loss": total / steps}, world))
         if checkpoints is not None:
-            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader, extra=computing.state())
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
     return history

@@ -48,14 +48,14 @@ class BucketLayout:
 
     Attributes:
         bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
-        groups: number of buckets of each type, or which parameters go together (the others: alone).
+        groups: number of buckets of each type.
         sparse_as_dense: whether sparse gradients become dense ones.
     Raises:
-        InvalidArgumentError: a number out of range, or groups that are neither.
+        InvalidArgumentError: a number out of range.
     """
 
     bucket_mb: float = 4
-    groups: int | list[list[torch.Tensor]] | None = None
+    groups: int | None = None
     sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:
@@ -63,27 +63,15 @@ class BucketLayout:
         if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
             raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
         groups = self.groups
-        if isinstance(groups, list):
-            members = [member for group in groups for member in group]
-            if not all(isinstance(member, torch.Tensor) for member in members):
-                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
-            if len(set(map(id, members))) < len(members):
-                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
-        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
+        if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise InvalidArgumentError(f"groups must be an integer >= 1, got {groups!r}.")
 
     def split(self, named: Named) -> Iterable[Named]:
         """The members of each bucket, in their order."""
-        groups = self.groups
-        kinds: list[Any] = [(parameter.dtype, parameter.device) for _, parameter in named]
-        if isinstance(groups, list):
-            group_of = {id(member): number for number, group in enumerate(groups) for member in group}
-            own = [group_of.get(id(parameter), name) for name, parameter in named]
-            found: Iterable[list[int]] = core_layout.by_kind(zip(own, kinds, strict=True)).values()
-        else:
-            sizes = [parameter.numel() * parameter.element_size() for _, parameter in named]
-            limit = 1e6 * self.bucket_mb if groups is None else sum(sizes) / groups
-            found = core_layout.in_buckets(kinds, sizes, limit)
+        kinds = [(parameter.dtype, parameter.device) for _, parameter in named]
+        sizes = [parameter.numel() * parameter.element_size() for _, parameter in named]
+        limit = 1e6 * self.bucket_mb if self.groups is None else sum(sizes) / self.groups
+        found = core_layout.in_buckets(kinds, sizes, limit)
         return [[named[place] for place in places] for places in found]
 
 

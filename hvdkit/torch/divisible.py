@@ -85,9 +85,9 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Te
 
 
 def _tensors_like(parameters: Tensors) -> Iterator[torch.Tensor]:
-    """Two random tensors for each number of dimensions, type and device."""
+    """Two random tensors for each number of dimensions, type and device; 16 bits would hide small differences."""
     seeded = torch.Generator().manual_seed(0)
-    kinds = {(one.dim(), _wide(one.dtype), one.device): None for one in parameters}
+    kinds = {(one.dim(), torch.promote_types(one.dtype, torch.float32), one.device): None for one in parameters}
     for dimensions, dtype, device in (*kinds, *kinds):
         shape = [1] * dimensions
         for axis in itertools.cycle(range(dimensions - 1, -1, -1)) if dimensions else ():
@@ -95,11 +95,6 @@ def _tensors_like(parameters: Tensors) -> Iterator[torch.Tensor]:
                 break
             shape[axis] *= 2
         yield torch.randn(shape, dtype=dtype, generator=seeded).to(device)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a rank updates parameters of a type."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _cut(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Tensors]) -> _Stepped:

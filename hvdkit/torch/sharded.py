@@ -22,30 +22,23 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import shard_state, torch_tensors
 from hvdkit.steps.shard_state import Piece
 from hvdkit.torch import private
-from hvdkit.torch.sharded_saved import MASTER, SavedState
+from hvdkit.torch.sharded_saved import SavedState
 from hvdkit.torch.state import RANKS, SHARDED, HostCopies, broadcast_nested, load_optimizer, parameters_of
 
 _NUMBERS = itertools.count()
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Part:
     """A piece of a parameter.
 
     Attributes:
-        stand_in: on its owner, what the optimizer updates: the parameter, a slice of its memory, or of a parameter in
-            16 bits the float32 master copy of the piece.
+        stand_in: on its owner, what the optimizer updates: the parameter, or a slice of its memory.
     """
 
     def __init__(self, parameter: Any, piece: Piece, mine: bool) -> None:
         self.parameter, self.piece, self.stand_in = parameter, piece, None
-        self.has_master = parameter.dtype in _HALF
         if mine:
-            inside = self.inside()
-            if self.has_master:
-                self.stand_in = torch.nn.Parameter(inside.float())
-            else:
-                self.stand_in = torch.nn.Parameter(inside) if piece.cut else parameter
+            self.stand_in = torch.nn.Parameter(self.inside()) if piece.cut else parameter
 
     def inside(self) -> torch.Tensor:
         """Of the parameter's memory, flat where it is cut; a whole one as it is."""
@@ -64,23 +57,16 @@ class _Part:
     def prepare(self) -> None:
         """Before a step: the stand-in is what the parameter is now, and has its gradient."""
         stand_in: Any = self.stand_in
-        if stand_in is self.parameter:
-            return
-        now, gradient = self.inside(), self.parameter.grad
-        if self.has_master:  # the program may have changed some, clamped or loaded them
-            stand_in.data = torch.where(stand_in.detach().to(now.dtype) == now, stand_in.detach(), now.float())
-        else:
-            stand_in.data = now
-        stand_in.grad = None if gradient is None else self.of(gradient).to(stand_in.dtype)
+        if stand_in is not self.parameter:
+            gradient = self.parameter.grad
+            stand_in.data = self.inside()
+            stand_in.grad = None if gradient is None else self.of(gradient)
 
-    def accept(self) -> None:
-        """After a step: the parameter is what the stand-in has become."""
+    def clear(self) -> None:
+        """After a step."""
         stand_in: Any = self.stand_in
-        if stand_in is self.parameter:
-            return
-        stand_in.grad = None
-        if self.has_master:
-            self.inside().copy_(stand_in.detach())
+        if stand_in is not self.parameter:
+            stand_in.grad = None
 
 
 class ShardedOptimizer:
@@ -189,7 +175,7 @@ class ShardedOptimizer:
             return
         self._put_back()
         for part in self._mine():
-            part.accept()
+            part.clear()
         self._give()
 
     def _put_in(self, optimizer: Any) -> None:
@@ -232,7 +218,6 @@ class ShardedOptimizer:
                 "stop": part.piece.stop,
                 "shape": list(part.parameter.shape),
                 "state": dict(optimizer.state.get(part.stand_in, {})),
-                "master": part.stand_in.detach() if part.has_master else None,  # type: ignore[union-attr]
             }
             for part in self._mine()
         ]
@@ -255,17 +240,10 @@ class ShardedOptimizer:
                 held = parameters_of(optimizer)
                 order = {id(one): place for place, one in enumerate(held)}
                 groups = _numbered(optimizer.param_groups, held)
-                states = {
-                    order[id(part.stand_in)]: own
-                    for part, state in zip(mine, found, strict=True)
-                    if (own := {key: value for key, value in state.items() if key != MASTER})
-                }
+                states = {order[id(part.stand_in)]: state for part, state in zip(mine, found, strict=True) if state}
                 load_optimizer(optimizer, {"state": states, "param_groups": groups})
             finally:
                 self._put_back()
-            for part, state in zip(mine, found, strict=True):
-                if part.has_master and MASTER in state:
-                    part.stand_in.data.copy_(state[MASTER])  # type: ignore[union-attr]
 
         return load
 
@@ -279,8 +257,8 @@ def _numbered(groups: Any, parameters: Sequence[Any]) -> list[dict[str, Any]]:
 def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The whole ``state_dict`` of an optimizer whose state is divided among the ranks; a collective.
 
-    Any optimizer of the same class takes it, on one process or many, divided (on every rank) or not; master copies are
-    left out. ``Checkpoints`` saves without it, each rank its own.
+    Any optimizer of the same class takes it, on one process or many, divided (on every rank) or not. ``Checkpoints``
+    saves without it, each rank its own.
 
     Args:
         optimizer: distributed with ``shard_state=True``; of another it is the ``state_dict`` as it is.
@@ -303,10 +281,8 @@ def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
 
 def _own(part: _Part, value: Any) -> Any:
     """Of a whole state what belongs to a piece: of what has the parameter's shape, its numbers."""
-    if not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
-        return value
-    own = part.of(value).clone()
-    return own.float() if part.has_master else own
+    whole = isinstance(value, torch.Tensor) and value.shape == part.parameter.shape
+    return part.of(value).clone() if whole else value
 
 
 def _refuse(optimizer: Any) -> None:

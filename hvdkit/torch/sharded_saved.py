@@ -12,7 +12,6 @@ import torch
 from hvdkit.errors import CheckpointError
 from hvdkit.steps import shard_state
 
-MASTER = "master"
 FILE = "optimizer.pt"
 """The state_dict, without the state where that was divided."""
 
@@ -32,7 +31,7 @@ class SavedState:
             CheckpointError: it was saved of another shape, or incompletely.
         """
         pieces = self._pieces.get(place, [])
-        if not pieces or not _with_master(pieces[0]):
+        if not pieces or not pieces[0]["state"]:
             return {}
         whole = stop - start == math.prod(shape)
         for piece in pieces:
@@ -45,11 +44,12 @@ class SavedState:
         parts = shard_state.span([(one["start"], one["stop"]) for one in pieces], start, stop, f"parameter {place}")
         first = pieces[parts[0][0]]
         if len(parts) == 1 and parts[0][1:] == (0, stop - start) == (0, first["stop"] - first["start"]):
-            return _with_master(first)
+            state: dict[str, Any] = first["state"]
+            return state
         found = {}
-        for key, value in _with_master(first).items():
+        for key, value in first["state"].items():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() == first["stop"] - first["start"]:
-                values = [_with_master(pieces[number])[key].reshape(-1)[begin:end] for number, begin, end in parts]
+                values = [pieces[number]["state"][key].reshape(-1)[begin:end] for number, begin, end in parts]
                 value = torch.cat(values).reshape(shape if whole else -1)
             found[key] = value
         return found
@@ -57,12 +57,7 @@ class SavedState:
     def whole(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
         """The state of a state_dict of an optimizer with these parameters."""
         states = {place: self.of(place, 0, one.numel(), one.shape) for place, one in enumerate(parameters)}
-        without = {place: {key: one for key, one in state.items() if key != MASTER} for place, state in states.items()}
-        return {place: state for place, state in without.items() if state}
-
-
-def _with_master(piece: dict[str, Any]) -> dict[str, Any]:
-    return piece["state"] if piece.get("master") is None else {**piece["state"], MASTER: piece["master"]}
+        return {place: state for place, state in states.items() if state}
 
 
 def saved_pieces(directory: Path, read: Callable[[Path], Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from hvdkit.core.communicator import OverHorovod, on_root
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.torch import seeds
-from hvdkit.torch.nested import Outline, Placing, flattened, inner_of, is_wrapper, rebuilt, remade
+from hvdkit.torch.nested import Outline, Placing, flattened, is_dense, rebuilt
 
 
 class TorchRanks(OverHorovod):
@@ -300,14 +300,8 @@ class HostCopies:
                 return plain_number(item)
             if id(item) in copied:
                 return copied[id(item)]
-            if is_wrapper(item):  # whose own parts live as long as it does, and keep their identities
-                copied[id(item)] = remade(
-                    item, {part: copy(one, (*path, part)) for part, one in inner_of(item).items()}
-                )
-            else:
-                own = item.detach()
-                dense = item.layout == torch.strided and not item.is_quantized
-                copied[id(item)] = self._place(path, item).copy_(own) if dense else own.clone().cpu()
+            own = item.detach()
+            copied[id(item)] = self._place(path, item).copy_(own) if is_dense(item) else own.clone().cpu()
             return copied[id(item)]
 
         return rebuilt(value, copy, (name,))

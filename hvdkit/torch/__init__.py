@@ -39,7 +39,7 @@ if not hasattr(hvd, "init"):
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
 
-from hvdkit.torch import beside_tensorflow, data, device, state, torchmetrics
+from hvdkit.torch import data, device, state, torchmetrics
 from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
@@ -327,8 +327,8 @@ def shard(
         AgreementError: the ranks' data sets hold other lists, arrays or tables; raised on every rank.
         DataError: over a stream: the data set of another rank raised an error.
     """
-    beside_tensorflow.refuse()
-    return data.sharded(world, seed, dataset, batch_size, remainder, shuffle, sampler, loader_options)
+    how = {"remainder": remainder, "shuffle": shuffle, "seed": seed, "sampler": sampler, "options": loader_options}
+    return data.sharded(dataset, world, batch_size, **how)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------

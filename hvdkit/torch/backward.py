@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -24,55 +24,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from hvdkit.core import listeners
-from hvdkit.core.control import Flags, said_by_some
+from hvdkit.core.control import said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import passes, torch_tensors
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.torch import divergence, private
 
-
-class ReachedExchange(Protocol):
-    """An exchange, as what begins and ends it sees it.
-
-    Attributes:
-        number: in the order in which the program has made them.
-        process_set: Horovod's.
-        place: how many of this process set were made before it.
-        exchanging: whether gradients travel, since it has begun.
-    """
-
-    number: int
-    process_set: Any
-    place: int
-    exchanging: bool
-
-    def begin(self) -> None: ...
-    def launch(self) -> None: ...
-    def send_empty(self) -> None: ...
-    def wait_all(self) -> Flags: ...
-    def finish(self, flags: Flags) -> None: ...
-    def in_flight(self) -> bool: ...
-    def norm(self) -> torch.Tensor: ...
-    def reset(self) -> None: ...
+if TYPE_CHECKING:
+    from hvdkit.torch.exchange import Exchange
 
 
 _FAILED = (
     "backward() ended with an error on some ranks, which went on without it; skip a step on every rank or on none: "
     "raise the error, or make batches that fit into memory."
 )
-_HELD: list[weakref.ref[Any]] = []
+_HELD: list[weakref.ref[Exchange]] = []
 _MADE: Counter[int] = Counter()
 _TOLD: dict[int, int] = {}
 """How many exchanges of a process set, by its id, each of its ranks has made as far as all know."""
 
 
-def exchanges() -> list[Any]:
+def exchanges() -> list[Exchange]:
     """Those whose parameters are still in use, in the order of their numbers; a WeakSet makes microseconds of it."""
     return [exchange for held in _HELD if (exchange := held()) is not None]
 
 
-def hold(exchange: ReachedExchange) -> int:
+def hold(exchange: Exchange) -> int:
     """Have an exchange among ``exchanges()``; returns its place."""
     _HELD[:] = map(weakref.ref, [*exchanges(), exchange])
     identity = exchange.process_set.process_set_id
@@ -93,7 +71,7 @@ def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
     return int(told[:, 1].max())
 
 
-def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
+def exchange_all(reached: Iterable[Exchange]) -> list[Exchange]:
     """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers.
 
     Raises:
@@ -118,7 +96,7 @@ def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
     return taken
 
 
-def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
+def reached_elsewhere(reached: list[Exchange]) -> list[Exchange]:
     """Those that have begun on another rank, and not here; a collective where all ranks have made more than one."""
     exchanging = [exchange for exchange in reached if exchange.exchanging]
     sets = {exchange.process_set.process_set_id: exchange.process_set for exchange in exchanging}
@@ -141,7 +119,7 @@ def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
     return [exchange for exchange in others if (exchange.process_set.process_set_id, exchange.place) in begun]
 
 
-def cancel(reached: list[ReachedExchange]) -> None:
+def cancel(reached: list[Exchange]) -> None:
     """An error ended a backward that reached these: what is on its way, here or elsewhere, arrives for nothing.
 
     Raises:
@@ -167,13 +145,13 @@ class BackwardTracker:
     """The exchanges that the backward which runs now has reached; they end with it, together."""
 
     def __init__(self) -> None:
-        self._reached: list[ReachedExchange] = []
+        self._reached: list[Exchange] = []
         self._thread = 0
         self._lock = threading.RLock()
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
-    def mark_ready(self, exchange: ReachedExchange, parameter: torch.Tensor) -> int:
+    def mark_ready(self, exchange: Exchange, parameter: torch.Tensor) -> int:
         """A graph has reached an exchange; returns the number of the graph, which may be one within another.
 
         Of a model on several devices autograd has a thread for each: none may go on before the exchange has begun.
@@ -283,7 +261,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, kwargs
 
 
-def _averaging(found: list[Any], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _averaging(found: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
     return next((exchange.averaging(closure) for exchange in found if exchange.steps_as(optimizer)), closure)
 
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -73,34 +73,6 @@ class BucketLayout:
         limit = 1e6 * self.bucket_mb if self.groups is None else sum(sizes) / self.groups
         found = core_layout.in_buckets(kinds, sizes, limit)
         return [[named[place] for place in places] for places in found]
-
-
-class Members:
-    """Which parameters buckets were made of, and of what kinds they were.
-
-    Args:
-        named: these.
-    """
-
-    def __init__(self, named: Named) -> None:
-        self._names = [name for name, _ in named]
-        self._parameters = [weakref.ref(parameter) for _, parameter in named]
-        self._kinds = _kinds(named)
-
-    def living(self) -> list[tuple[str, Parameter]]:
-        """Those that are still in use, with their names."""
-        pairs = zip(self._names, (weak() for weak in self._parameters), strict=True)
-        return [(name, parameter) for name, parameter in pairs if parameter is not None]
-
-    def are(self, named: Named) -> bool:
-        """Whether these are the same."""
-        held = [weak() for weak in self._parameters]  # another parameter may have the id of one that is gone
-        same = len(held) == len(named) and all(old is new for old, (_, new) in zip(held, named, strict=True))
-        return same and _kinds(named) == self._kinds
-
-
-def _kinds(named: Named) -> list[tuple[Any, ...]]:
-    return [(each.dtype, each.device, each.shape, each.stride()) for _, each in named]
 
 
 class Reducer:
@@ -189,31 +161,6 @@ class FlatMean:
         return carried[self._numbers :, 0] if flat.is_complex() else carried[self._numbers :]
 
 
-class AnyBucket(Protocol):
-    """Gradients that leave together.
-
-    Attributes:
-        arrived: the id of each parameter whose gradient has come in this backward, again where it came again.
-        param_ids: of its parameters.
-        leaves_early: whether it may leave before backward has ended: no gradient of it has come twice in one.
-        on_gpu: whether each gradient's stream is to be noted by ``note_stream`` when it comes.
-    """
-
-    name: str
-    on_gpu: bool
-    param_ids: list[int]
-    arrived: list[int]
-    leaves_early: bool
-
-    def is_complete(self) -> bool: ...
-    def note_stream(self) -> None: ...
-    def launch(self, reducer: Reducer, flags: Flags) -> None: ...
-    def finish(self) -> Flags: ...
-    def in_flight(self) -> bool: ...
-    def begin(self) -> None: ...
-    def send_empty(self, reducer: Reducer, flags: Flags) -> None: ...
-
-
 class Bucket:
     """Gradients of one type on one device, side by side in memory.
 
@@ -222,7 +169,9 @@ class Bucket:
         sparse_as_dense: whether sparse gradients become dense ones.
     Attributes:
         param_ids: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
-        arrived, leaves_early, on_gpu: see ``AnyBucket``.
+        arrived: the id of each parameter whose gradient has come in this backward, again where it came again.
+        leaves_early: whether it may leave before backward has ended: no gradient of it has come twice in one.
+        on_gpu: whether each gradient's stream is to be noted by ``note_stream`` when it comes.
         packings: how they travel where not as they are, one after another.
     """
 

@@ -22,7 +22,7 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints, Write
-from hvdkit.torch import seeds, sharded_saved, state
+from hvdkit.torch import seeds, sharded, state
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import rebuilt
 from hvdkit.torch.schedule import Warmup, set_rate
@@ -220,15 +220,15 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:
         """Read both state dicts. Where putting them fails, the model is as before; see ``_of_this_model``."""
-        file, other_file = saved.path / "model.pt", saved.path / sharded_saved.FILE
+        file, other_file = saved.path / "model.pt", saved.path / sharded.FILE
         partly = saved.metadata.get(_TRAINABLE) is True
         contents = _of_this_model(file, _read_file(file, model), model, partly, **options)
         slots: Any = None if optimizer is None else _read_file(other_file, optimizer)
         if hasattr(optimizer, state.SHARDED):
             slots = {**slots, "state": {}}  # each rank reads its own
-        elif optimizer is not None and shard_state.files_in(saved.path, sharded_saved.FILE):
-            pieces = self._pieces(saved, optimizer)
-            slots = {**slots, "state": sharded_saved.SavedState(pieces).whole(state.parameters_of(optimizer))}
+        elif optimizer is not None and shard_state.files_in(saved.path, sharded.FILE):
+            whole = self._saved_state(saved, optimizer).whole(state.parameters_of(optimizer))
+            slots = {**slots, "state": whole}
 
         def put() -> None:
             before = state.HostCopies().of("", state.model_state(model))
@@ -252,7 +252,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
         def write(directory: Path) -> Path:
             ranks = self._ranks()
-            file = directory / shard_state.file_of(sharded_saved.FILE, ranks.rank(), ranks.size())
+            file = directory / shard_state.file_of(sharded.FILE, ranks.rank(), ranks.size())
             _write_readable(file, divided.own_state(optimizer))
             return file
 
@@ -260,13 +260,11 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
         divided = getattr(optimizer, state.SHARDED)
-        loaded: Callable[[], None] = divided.loading(
-            optimizer, sharded_saved.SavedState(self._pieces(saved, optimizer))
-        )
+        loaded: Callable[[], None] = divided.loading(optimizer, self._saved_state(saved, optimizer))
         return loaded
 
-    def _pieces(self, saved: Saved, optimizer: Any) -> list[dict[str, Any]]:
-        return sharded_saved.saved_pieces(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
+    def _saved_state(self, saved: Saved, optimizer: Any) -> sharded.SavedState:
+        return sharded.saved_state(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
 
     def _read_extra(self, directory: Path) -> Any:
         file = directory / "extra.pt"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 
@@ -20,7 +21,7 @@ from hvdkit.steps.seeds import integer, seed_python
 from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
-from hvdkit.torch.state import RANKS
+from hvdkit.torch.state import RANKS, tensorflow_at_work
 from hvdkit.torch.streams import EVERY_NTH, ShardedStream, this_ranks_part, with_weight
 
 _INSTEAD = {
@@ -30,16 +31,22 @@ _INSTEAD = {
 
 
 def sharded(
-    world: Topology,
-    seed: int,
     dataset: Any,
-    batch_size: Any,
+    world: Topology,
+    batch_size: int,
+    *,
     remainder: str,
     shuffle: bool,
+    seed: int,
     sampler: Any,
     options: dict[str, Any],
 ) -> ShardedLoader | ShardedStream:
     """The inside of ``hvdkit.torch.shard``."""
+    if not hvd.is_initialized() and tensorflow_at_work() is not None:
+        raise InvalidArgumentError(
+            "shard of hvdkit.torch was called where hvdkit.tensorflow, or hvdkit.keras on its tensorflow backend, has "
+            "connected the ranks; give that one's shard arrays or a tf.data.Dataset, or set KERAS_BACKEND=torch."
+        )
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise InvalidArgumentError(
             f"shard makes the loader, and got a {type(dataset).__name__}; give it the data set and the loader's "

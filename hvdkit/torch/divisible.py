@@ -11,8 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,9 +33,8 @@ def works_on_numbers(optimizer: torch.optim.Optimizer) -> bool:
         InvalidArgumentError: neither, or it is no optimizer whose state lies in ``state``.
     """
     name = type(optimizer).__name__
-    inner = [key for key, one in vars(optimizer).items() if isinstance(one, torch.optim.Optimizer)]
     reasons = {
-        "steps another one": bool(inner),
+        "steps another one": any(isinstance(one, torch.optim.Optimizer) for one in vars(optimizer).values()),
         "has a state_dict of its own": keeps_its_state_itself(optimizer),
         "changes parameters by its state in eval() and train()": hasattr(optimizer, "eval"),
     }
@@ -64,8 +62,7 @@ def works_on_numbers(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stepped:
+class _Stepped(NamedTuple):
     """What tensors became, and by each optimizer what its groups hold beside them, such as a rate that it learns."""
 
     tensors: Tensors
@@ -113,12 +110,7 @@ def _cut(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Ten
 def _stepped(
     optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Tensors], owners: Sequence[int]
 ) -> _Stepped:
-    """What tensors become by optimizers like this one.
-
-    Args:
-        groups, tensors: settings, and what is trained with them.
-        owners: which of the optimizers has each of the tensors.
-    """
+    """What tensors become by optimizers like this one; ``owners``: which of these has each of the tensors."""
     parameters = [[torch.nn.Parameter(one.clone()) for one in members] for members in tensors]
     owner_of = dict(zip((id(one) for members in parameters for one in members), owners, strict=True))
     devices = {one.device for members in tensors for one in members if one.is_cuda}

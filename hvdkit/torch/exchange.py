@@ -26,19 +26,9 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import divergence, private
 from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
-from hvdkit.torch.buckets import (
-    AnyBucket,
-    Bucket,
-    BucketLayout,
-    Members,
-    Named,
-    Parameter,
-    Reducer,
-    obstacle_to,
-    total_norm,
-)
+from hvdkit.torch.buckets import Bucket, BucketLayout, Named, Parameter, Reducer, obstacle_to, total_norm
 from hvdkit.torch.buffers import look, untrained_of
-from hvdkit.torch.sparse import SparseGradient
+from hvdkit.torch.sparse import AnyBucket, SparseGradient
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 _NUMBERS = itertools.count()
@@ -75,18 +65,32 @@ def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Any
     return made if any(isinstance(bucket, Bucket) for bucket in made) else [*made, Bucket([], layout.sparse_as_dense)]
 
 
-@dataclass(frozen=True, slots=True)
 class _Agreed:
     """What all ranks train, and the buckets that were made of it.
 
-    Attributes:
-        members: this rank's parameters when they agreed.
+    Args:
+        named: this rank's parameters.
         number: the same on every rank, of this agreement's exchange.
     """
 
-    members: Members
-    number: int
-    buckets: list[AnyBucket]
+    def __init__(self, named: Named, number: int, buckets: list[AnyBucket]) -> None:
+        self.number, self.buckets = number, buckets
+        self._members = [(name, weakref.ref(parameter)) for name, parameter in named]
+        self._kinds = self._kinds_of(named)
+
+    @staticmethod
+    def _kinds_of(named: Named) -> list[Any]:
+        return [(one.dtype, one.device, one.shape, one.stride()) for _, one in named]
+
+    def living(self) -> list[tuple[str, Parameter]]:
+        """Parameters that are still in use, with their names."""
+        return [(name, one) for name, weak in self._members if (one := weak()) is not None]
+
+    def is_of(self, named: Named) -> bool:
+        """Whether these are the same; another parameter may have the id of one that is gone."""
+        same = len(self._members) == len(named)
+        same = same and all(weak() is one for (_, weak), (_, one) in zip(self._members, named, strict=True))
+        return same and self._kinds_of(named) == self._kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,7 @@ class Exchange:
             self._followed = list(map(weakref.ref, held))
 
     def _register(self, parameters: Iterable[Parameter]) -> None:
-        """Average the gradients of those parameters that are new, and can have one, in this exchange's name space."""
+        """Average the gradients of those parameters that are new, and can have one."""
         found = {id(one): one for one in parameters if not self.has(one)}
         new = [one for one in found.values() if one.is_floating_point() or one.is_complex()]
         if not new:
@@ -253,7 +257,7 @@ class Exchange:
         # Where their numbers are tells of another type, device or order in memory.
         looks = (_REQUIRES_GRAD, torch.Tensor.data_ptr, _SHAPE)
         seen = [list(map(look, living)) for look in looks]
-        if seen != self._seen and not self._agreed.members.are(self.training()):
+        if seen != self._seen and not self._agreed.is_of(self.training()):
             return True
         self._seen = seen  # wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)
         return False
@@ -323,15 +327,21 @@ class Exchange:
         if not self.exchanging:
             return
         if flags.has_fingerprint and self._agreed is not None:  # also where they train others from now on
-            self._compare(self._agreed)
+            named = divergence.own(self._agreed.living(), self.optimizer())
+            names, roundings = [name for name, _ in named], [divergence.rounding_of(one) for _, one in named]
+            call = f"parameters.{self._agreed.number}"
+            self._divergence.compare(TorchRanks(self.process_set), names, roundings, call)
         if flags.changed or self._agreed is None:
             self._agree()
             # What was averaged already averages to itself.
             for bucket in self._buckets():
                 bucket.launch(self._reducer, self._flags._replace(changed=0))
             flags = self.wait_all()
-        elif self._trial is not None:
-            self._try_on(self._trial)
+        elif self._trial is not None and self._trial.end_on(TorchRanks(self.process_set)):
+            self._reducer.compression, self._trial = self._trial.kind, None
+            for bucket in self._buckets():
+                if self._reducer.compression != "int8" and isinstance(bucket, Bucket):
+                    bucket.packings = ()
         self._divergence.exchanges += 1
         if self._divergence.exchanges >= self._divergence.due:
             self._divergence.ask()
@@ -347,20 +357,6 @@ class Exchange:
         found = [flags for bucket in self._buckets() if bucket.in_flight() and any(flags := bucket.finish())]
         return joined(found) if found else NO_FLAGS
 
-    def _try_on(self, trial: auto.CompressionTrial) -> None:
-        """An exchange of the trial has ended; a collective when it was the last one."""
-        if trial.end_on(TorchRanks(self.process_set)):
-            self._trial, self._reducer.compression = None, trial.kind
-            for bucket in self._buckets():
-                if trial.kind != "int8" and isinstance(bucket, Bucket):
-                    bucket.packings = ()
-
-    def _compare(self, agreed: _Agreed) -> None:
-        named = divergence.own(agreed.members.living(), self.optimizer())
-        names, roundings = [name for name, _ in named], [divergence.rounding_of(one) for _, one in named]
-        call = f"parameters.{agreed.number}"
-        self._divergence.compare(TorchRanks(self.process_set), names, roundings, call)
-
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
         named, how = self.training(), self._layout
@@ -368,12 +364,18 @@ class Exchange:
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
         ranks = TorchRanks(self.process_set)
-        kinds = auto.kinds_of(bfloat16=self._adds_bfloat16()) if self._options.compression == "auto" else ()
+        devices = {one.device.type for _, one in named}
+        adds_bfloat16 = all(sends_bfloat16(kind, self.process_set.size()) for kind in devices)
+        kinds = auto.kinds_of(bfloat16=adds_bfloat16) if self._options.compression == "auto" else ()
         rows.append(f"tries {kinds}")
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = tell_how_many(ranks, self.process_set, self.number)
-        buckets = in_buckets(self._by_arrival(named, ranks), how, sparse)
+        # As this backward produced the gradients on the first rank; those without one there follow, last layer first.
+        arrived = {key: place for place, key in enumerate(self._fired)}
+        mine = core_layout.by_arrival(arrived, [id(parameter) for _, parameter in named])
+        of_each_rank = ranks.allgather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
+        buckets = in_buckets([named[place] for place in core_layout.sorted_alike(of_each_rank)], how, sparse)
         if kinds and self._agreed is None:
             self._trial = auto.CompressionTrial(kinds)
             self._reducer.compression = self._trial.kind
@@ -394,23 +396,9 @@ class Exchange:
             private.put_hook(member.hooks[0], hooks.get(key, of_no_bucket))
         if self._agreed is None:
             self._divergence = DivergenceCheck(self._untrained)
-        self._agreed = _Agreed(Members(named), number, buckets)
+        self._agreed = _Agreed(named, number, buckets)
         self._look_anew()
         self._flags = self._flags._replace(has_fingerprint=0)
-
-    def _adds_bfloat16(self) -> bool:
-        living = [one for member in self._members.values() if (one := member.parameter()) is not None]
-        return all(sends_bfloat16(kind, self.process_set.size()) for kind in {one.device.type for one in living})
-
-    def _by_arrival(self, named: Named, ranks: TorchRanks) -> Named:
-        """Parameters as this backward produced their gradients on the first rank of the set; a collective.
-
-        Those without one there follow, last layer first.
-        """
-        arrived = {key: place for place, key in enumerate(self._fired)}
-        mine = core_layout.by_arrival(arrived, [id(parameter) for _, parameter in named])
-        of_each_rank = ranks.allgather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
-        return [named[place] for place in core_layout.sorted_alike(of_each_rank)]
 
     def _buckets(self) -> list[AnyBucket]:
         return [] if self._agreed is None else self._agreed.buckets
@@ -492,7 +480,7 @@ class Exchange:
         agreed, check = self._agreed, self._divergence
         wants = agreed is not None and check.asks and check.pending_fingerprint is None
         if agreed and wants and self.steps_as(optimizer) and divergence.can_look():
-            named = divergence.own(agreed.members.living(), self.optimizer())
+            named = divergence.own(agreed.living(), self.optimizer())
             check.pending_fingerprint = divergence.fingerprints(parameter for _, parameter in named)
             check.seen = look(self._model())
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -18,14 +20,15 @@ import torch
 
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import shard_state, torch_tensors
 from hvdkit.steps.shard_state import Piece
 from hvdkit.torch import private
-from hvdkit.torch.sharded_saved import SavedState
 from hvdkit.torch.state import RANKS, SHARDED, HostCopies, broadcast_nested, load_optimizer, parameters_of
 
 _NUMBERS = itertools.count()
+FILE = "optimizer.pt"
+"""In a checkpoint: the state_dict, without the state where that was divided."""
 
 
 class _Part:
@@ -117,7 +120,12 @@ class ShardedOptimizer:
             for part in self._parts.pop(gone):
                 optimizer.state.pop(part.stand_in, None)  # type: ignore[arg-type]
         new = [one for one in trained if id(one) not in self._parts]
-        whole = [place for place, one in enumerate(new) if not (self._may_cut and self._can_cut(one))]
+        whole = [
+            place
+            for place, one in enumerate(new)
+            if not (self._may_cut and one.is_contiguous() and id(one) not in self._sparse)
+            or type(one.data) is not torch.Tensor
+        ]
         for piece in shard_state.divide([one.numel() for one in new], RANKS.size(), whole):
             one = new[piece.place]
             part = _Part(one, piece, piece.owner == RANKS.rank())
@@ -128,9 +136,6 @@ class ShardedOptimizer:
         sizes = [(part.piece.stop - part.piece.start) * part.parameter.element_size() for part in parts]
         buckets = core_layout.in_buckets(kinds, sizes, shard_state.MESSAGE_BYTES)
         self._messages = [[parts[place] for place in bucket] for bucket in buckets]
-
-    def _can_cut(self, parameter: torch.Tensor) -> bool:
-        return parameter.is_contiguous() and id(parameter) not in self._sparse and type(parameter.data) is torch.Tensor
 
     def _all(self) -> list[_Part]:
         return [part for parts in self._parts.values() for part in parts]
@@ -246,6 +251,67 @@ class ShardedOptimizer:
                 self._put_back()
 
         return load
+
+
+class SavedState:
+    """The state of all parameters, from the pieces that ranks have saved, or from a whole state_dict."""
+
+    def __init__(self, pieces: Iterable[dict[str, Any]]) -> None:
+        self._pieces: dict[int, list[dict[str, Any]]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece["place"], []).append(piece)
+
+    def of(self, place: int, start: int, stop: int, shape: Sequence[int]) -> dict[str, Any]:
+        """The state of the numbers ``start .. stop`` of a parameter of this shape, flat if they are a part of it.
+
+        Raises:
+            CheckpointError: it was saved of another shape, or incompletely.
+        """
+        pieces = self._pieces.get(place, [])
+        if not pieces or not pieces[0]["state"]:
+            return {}
+        whole = stop - start == math.prod(shape)
+        for piece in pieces:
+            if piece["shape"] is not None and piece["shape"] != list(shape):
+                raise CheckpointError(
+                    f"the optimizer's state of parameter {place} is one of shape {piece['shape']}, and the parameter's "
+                    f"is {list(shape)}; restore into the model that was saved."
+                )
+            piece.setdefault("stop", math.prod(shape))
+        parts = shard_state.span([(one["start"], one["stop"]) for one in pieces], start, stop, f"parameter {place}")
+        first = pieces[parts[0][0]]
+        if len(parts) == 1 and parts[0][1:] == (0, stop - start) == (0, first["stop"] - first["start"]):
+            state: dict[str, Any] = first["state"]
+            return state
+        found = {}
+        for key, value in first["state"].items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == first["stop"] - first["start"]:
+                values = [pieces[number]["state"][key].reshape(-1)[begin:end] for number, begin, end in parts]
+                value = torch.cat(values).reshape(shape if whole else -1)
+            found[key] = value
+        return found
+
+    def whole(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """The state of a state_dict of an optimizer with these parameters."""
+        states = {place: self.of(place, 0, one.numel(), one.shape) for place, one in enumerate(parameters)}
+        return {place: state for place, state in states.items() if state}
+
+
+def saved_state(directory: Path, read: Callable[[Path], Any]) -> SavedState:
+    """What all ranks saved of an optimizer's state, or the whole of one that was not divided.
+
+    Raises:
+        CheckpointError: it is incomplete, or not of pieces.
+    """
+    files = shard_state.files_in(directory, FILE)
+    if not files:
+        states = read(directory / FILE)["state"]
+        return SavedState({"place": at, "start": 0, "shape": None, "state": one} for at, one in states.items())
+    pieces = [piece for file in files for piece in read(file)]
+    keys = {"place", "start", "stop", "shape", "state"}
+    if not all(isinstance(piece, dict) and keys <= piece.keys() for piece in pieces):
+        raise CheckpointError(f"{files[0]} does not hold the pieces of an optimizer's state.")
+    return SavedState(pieces)
 
 
 def _numbered(groups: Any, parameters: Sequence[Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from horovod.torch.mpi_ops import synchronize
 from hvdkit.core.control import NO_FLAGS, Flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.torch import private
-from hvdkit.torch.buckets import Parameter, Reducer
+from hvdkit.torch.buckets import Bucket, Parameter, Reducer
 
 
 class SparseGradient:
@@ -19,7 +19,7 @@ class SparseGradient:
     Args:
         name, parameter: of a module with ``sparse=True``.
     Attributes:
-        arrived, leaves_early, param_ids: see ``buckets.AnyBucket``.
+        arrived, leaves_early, param_ids: see ``Bucket``.
     """
 
     def __init__(self, name: str, parameter: Parameter) -> None:
@@ -102,3 +102,7 @@ class SparseGradient:
             ).coalesce()
         self.begin()
         return NO_FLAGS
+
+
+AnyBucket = Bucket | SparseGradient
+"""Gradients that leave together."""

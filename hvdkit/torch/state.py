@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -9,12 +10,24 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common import process_sets
 
 from hvdkit.core.communicator import OverHorovod, on_root
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.torch import seeds
 from hvdkit.torch.nested import Outline, Placing, flattened, is_dense, rebuilt
+
+
+def tensorflow_at_work() -> Any:
+    """``horovod.tensorflow`` where it has been started: ranks reach each other over the first that was."""
+    module = sys.modules.get("horovod.tensorflow")
+    return module if module is not None and module.is_initialized() else None
+
+
+# Horovod's process sets are those of the framework that was imported last, and TensorFlow's is at work.
+if (_connected := tensorflow_at_work()) is not None:
+    process_sets._setup(_connected.mpi_ops._basics)
 
 
 class TorchRanks(OverHorovod):

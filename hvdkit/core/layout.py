@@ -31,12 +31,7 @@ def in_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], limit: float) ->
 
 
 def by_arrival(arrived: Mapping[Any, int], gradients: Sequence[Hashable]) -> list[int]:
-    """For each gradient when it is expected, to be sorted by: those that were seen, then the last layers first.
-
-    Args:
-        arrived: by gradient, its place in the order in which this rank's last ones came.
-        gradients: all, in the order of the model.
-    """
+    """For each gradient, in the order of the model, when it is expected: those that arrived, then last layers first."""
     last = len(arrived) + len(gradients)
     return [arrived.get(gradient, last - place) for place, gradient in enumerate(gradients)]
 

@@ -44,13 +44,11 @@ from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.backward import tell_how_many
-from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
 from hvdkit.torch.buckets import FUSION_BYTES, BucketLayout
-from hvdkit.torch.buffers import broadcast_each_step, end_each_step
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
-from hvdkit.torch.gathered import gather
+from hvdkit.torch.global_batch import average_statistics, gather, sync_batch_norm
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
 from hvdkit.torch.outer import take_outer_steps
@@ -218,14 +216,12 @@ def distribute(
     divided = require_alone(shard_state, every=every, op=op, process_set=process_set)
     how = {"compression": compression, "op": op, "process_set": process_set}
     outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
-    if outer_options is None:
-        options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-        return averaging.distributed(optimizer, model, options, layout, process_set, divided)
-    options = GradientOptions(op, "none", backward_passes_per_step, gradient_predivide_factor)
-    made = averaging.distributed(
-        optimizer, model, options, layout, group_of(starting.of(hvd, ""), state.RANKS, process_set, hvd)
-    )
-    take_outer_steps(made, model, outer_options)
+    if outer_options is not None:  # the compression is then that of the weights
+        compression, process_set = "none", group_of(starting.of(hvd, ""), state.RANKS, process_set, hvd)
+    options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
+    made = averaging.distributed(optimizer, model, options, layout, process_set, divided)
+    if outer_options is not None:
+        take_outer_steps(made, model, outer_options)
     return made
 
 
@@ -248,39 +244,28 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
 # 5 ------------------------------------------------------------------------------------------------------------------
 
 
-def broadcast_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0, *, buffers: str = "once"
-) -> None:
+def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
     """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
 
     In place: the optimizer's groups, its states and the tensors in them stay the objects that a scheduler may hold.
+    After ``seed_everything`` PyTorch's generators move from the stream that all ranks share to this rank's own.
 
     Args:
         model: parameters and buffers are overwritten on all ranks but the root.
-        optimizer: its whole state (slots, step counters, learning rates) is overwritten too. An optimizer that has
-            not stepped has no state yet; unlike Horovod's own function this one does not take a step to make it, so
-            that the first step is the same as a single process's. After ``seed_everything`` PyTorch's generators move
-            from the stream that all ranks share to this rank's own.
+        optimizer: its whole state (slots, step counters, learning rates) is overwritten too. Unlike Horovod's own
+            function this one takes no step to make a state that is not there yet.
         root: rank to copy from.
-        buffers: "once", or "each step": in training every rank also gets the root's buffers (not those registered with
-            ``persistent=False``) before each forward of the model, as with DistributedDataParallel. Call it then
-            equally often on every rank. The next ``broadcast_state`` without it ends that.
     Raises:
         InvalidArgumentError: a root that is not a rank, several models or optimizers, lazy parameters that have no
-            shape yet, or unknown ``buffers``.
+            shape yet.
         AgreementError: the ranks' models differ in names, shapes or types, or their optimizers in kind or parameter
             groups; raised on every rank.
         RootError: the root's optimizer holds what cannot be sent; the root raises the reason.
     """
     state.require_torch(model, optimizer)
-    if buffers not in ("once", "each step"):
-        raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
     end_windows()
     tell_how_many(RANKS, hvd.global_process_set)
     state.broadcast(model, optimizer, root)
-    end_each_step(model)
-    if buffers == "each step" and hvd.size() > 1:
-        broadcast_each_step(model, root)
     if optimizer is not None:
         averaging.count_steps(optimizer)
         passes.look_at_weights(model, state.sample_of)

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +59,7 @@ def hold(exchange: Exchange) -> int:
 
 
 def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
-    """Let the ranks know how many exchanges each has made, a collective; returns the highest of all ranks' numbers.
-
-    Args:
-        ranks: with ``gather``; see ``TorchRanks``.
-    """
+    """Let the ranks know how many exchanges each has made, a collective; returns the highest of all ranks' numbers."""
     identity = process_set.process_set_id
     told = np.stack(ranks.allgather(np.array([_MADE[identity], number]), "hvdkit.exchanges"))
     if (told[:, 0] == told[0, 0]).all():  # one more on some ranks is harmless, and says nothing of the others
@@ -72,12 +68,7 @@ def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
 
 
 def exchange_all(reached: Iterable[Exchange]) -> list[Exchange]:
-    """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers.
-
-    Raises:
-        AgreementError: backward ended with an error on some ranks; or see ``Exchange.finish``.
-        InvalidArgumentError: see there.
-    """
+    """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers."""
     # All are launched before one is waited for: ranks may have reached them in another order.
     taken = list(reached)
     for exchange in taken:
@@ -120,11 +111,7 @@ def reached_elsewhere(reached: list[Exchange]) -> list[Exchange]:
 
 
 def cancel(reached: list[Exchange]) -> None:
-    """An error ended a backward that reached these: what is on its way, here or elsewhere, arrives for nothing.
-
-    Raises:
-        AgreementError: it ended on some ranks; on every rank, for the others wait for what this one has not sent.
-    """
+    """An error ended a backward that reached these: what is on its way, here or elsewhere, arrives for nothing."""
     if not any(exchange.in_flight() for exchange in reached):
         for exchange in reached:
             exchange.reset()
@@ -188,12 +175,19 @@ class BackwardTracker:
     def end(self, end: _End) -> None:
         """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""
         node = private.current_node()
-        if node is not None:
-            self._end_with(node, end)
+        if node is None:
+            self._ends.discard(end)  # what an error leaves here is cancelled by the next backward
+            with torch.no_grad():
+                self._exchange()
             return
-        self._ends.discard(end)  # what an error leaves here is cancelled by the next backward
-        with torch.no_grad():
-            self._exchange()
+        # A callback can be queued at the end of the outer graph by a node after the one that is computed now.
+        after = next(following for following, _ in node.next_functions if following is not None)
+
+        def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
+            hook.remove()
+            self._queue_end()
+
+        hook = after.register_prehook(queue)
 
     def _exchange(self) -> None:
         heard = listeners.MONITORS or listeners.RECORDERS
@@ -208,16 +202,6 @@ class BackwardTracker:
             norms = [exchange.norm() for exchange in reached]  # of models that may be on several devices
             whole = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
             listeners.tell_norm(torch_tensors.LaterNumber(whole) if whole.is_cuda else whole)
-
-    def _end_with(self, node: Any, end: _End) -> None:
-        """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""
-        after = next(following for following, _ in node.next_functions if following is not None)
-
-        def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
-            hook.remove()
-            self._queue_end()
-
-        hook = after.register_prehook(queue)
 
 
 class _End:
@@ -251,22 +235,19 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         divergence.UNDISTRIBUTED.look(optimizer, lambda one: any(exchange.has(one) for exchange in found))
     for exchange in found:
         exchange.take_fingerprint(optimizer)
-    if len(args) > 1 and callable(args[1]):
-        args = (args[0], _averaging(found, optimizer, args[1]), *args[2:])
-    elif callable(kwargs.get("closure")):
-        kwargs = {**kwargs, "closure": _averaging(found, optimizer, kwargs["closure"])}
-    else:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
         for exchange in found:
             exchange.step_by(optimizer)
-    return args, kwargs
-
-
-def _averaging(found: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    return next((exchange.averaging(closure) for exchange in found if exchange.steps_as(optimizer)), closure)
+        return args, kwargs
+    averaging = next((exchange.averaging(closure) for exchange in found if exchange.steps_as(optimizer)), closure)
+    if len(args) > 1:
+        return (args[0], averaging, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaging}
 
 
 @private.eagerly
-def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     found = exchanges()
     if any(exchange.steps_as(optimizer) for exchange in found):
         passes.stepped()

@@ -44,15 +44,7 @@ _LAYOUT = operator.attrgetter("layout")
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
-
-    Attributes:
-        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
-        groups: number of buckets of each type.
-        sparse_as_dense: whether sparse gradients become dense ones.
-    Raises:
-        InvalidArgumentError: a number out of range.
-    """
+    """How gradients are put into buckets; see ``hvdkit.torch.distribute``."""
 
     bucket_mb: float = 4
     groups: int | None = None
@@ -76,13 +68,7 @@ class BucketLayout:
 
 
 class Reducer:
-    """Averages flat tensors, in place, over the ranks of a process set.
-
-    Args:
-        process_set: Horovod's.
-        compression: see ``GradientOptions``; may change between exchanges.
-        predivide: f: divide by f before and by size / f after the sum.
-    """
+    """Averages flat tensors over the ranks of a process set, in place; ``compression`` may change between exchanges."""
 
     def __init__(self, process_set: Any, compression: str, predivide: float) -> None:
         self.process_set, self.compression, self._predivide = process_set, compression, predivide
@@ -137,14 +123,7 @@ class Reducer:
 
 
 class FlatMean:
-    """A flat tensor that an allreduce averages.
-
-    Args:
-        handle: Horovod's.
-        carried: what travels.
-        flat: where the mean is put.
-        numbers: gradients in it; the control word follows.
-    """
+    """A flat tensor that an allreduce averages: ``numbers`` gradients, and the control word behind them."""
 
     def __init__(self, handle: int, carried: torch.Tensor, flat: torch.Tensor, numbers: int) -> None:
         self._handle, self._carried, self._flat, self._numbers = handle, carried, flat, numbers
@@ -249,22 +228,14 @@ class Bucket:
         self._sent = reducer.start(self._flat, self._numbers, self.name, self.packings)
 
     def pack(self, number: int, process_set: Any) -> None:
-        """Have its gradients travel in 8 bits.
-
-        Args:
-            number: of the exchange, for names that no other one's gradients have.
-        """
+        """Have its gradients travel in 8 bits; ``number``: of the exchange, for names of their own."""
         wide = 2 if self._flat.is_complex() else 1
         sizes = [wide * math.prod(shape) for shape, _, _ in self._where]
         names = [f"{number}.{name}" for name in self._names]
         self.packings = packings_of(names, sizes, process_set)
 
     def is_complete(self) -> bool:
-        """As many gradients have come as it has; whether it may leave before the end of backward.
-
-        Raises:
-            InvalidArgumentError: it had left already.
-        """
+        """As many gradients have come as it has; whether it may leave before the end of backward."""
         if self._sent is not None:
             raise InvalidArgumentError(
                 f"the gradient of {self._names[self.param_ids.index(self.arrived[-1])]} grew after it had been sent to "
@@ -291,11 +262,7 @@ class Bucket:
         return bool(others)
 
     def _take(self, flags: Flags) -> None:
-        """Put all gradients into their places, with zeros for those that this rank does not have.
-
-        Raises:
-            InvalidArgumentError: a gradient that cannot lie in a bucket.
-        """
+        """Put all gradients into their places, with zeros for those that this rank does not have."""
         came_on_others = self.on_gpu and self._wait_for_streams()
         places = range(len(self._views))
         if list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:  # ``.grad.data`` was assigned to
@@ -388,14 +355,10 @@ class Bucket:
 
     def _fitting(self, place: int) -> Parameter | None:
         """The parameter, if there still is one and it is what it was when the bucket was made."""
-        parameter, view = self._parameters[place](), self._views[place]
-        if parameter is None or (parameter.dtype, parameter.device, parameter.shape) != (
-            self._flat.dtype,
-            self._flat.device,
-            view.shape,
-        ):
-            return None
-        return parameter
+        parameter, flat = self._parameters[place](), self._flat
+        was = flat.dtype, flat.device, self._where[place][0]
+        fits = parameter is not None and (parameter.dtype, parameter.device, parameter.shape) == was
+        return parameter if fits else None
 
 
 def obstacle_to(parameter: Parameter) -> str | None:

@@ -27,7 +27,9 @@ from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import rebuilt
 from hvdkit.torch.schedule import Warmup, set_rate
 
+_CUDA_STATE = 16  # bytes of a GPU's generator
 _TRAINABLE = "trainable_only"  # in the manifest
+_UNFIT = (RuntimeError, ValueError, LookupError, OSError, EOFError, TypeError, AttributeError, pickle.UnpicklingError)
 
 
 class Checkpoints(ModelCheckpoints["Saved | None"]):
@@ -193,11 +195,8 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         ((extra, trainable_only),) = more
         if extra is not None and not isinstance(extra, dict):
             raise InvalidArgumentError(f"extra must be a dict of what to save by name, got {type(extra).__name__}.")
-        states = (
-            state.model_state(model, trainable_only),
-            None if optimizer is None else state.state_of(optimizer),
-            extra,
-        )
+        slots = None if optimizer is None else state.state_of(optimizer)
+        states = state.model_state(model, trainable_only), slots, extra
         if self._writer is None:
             written: Saved = super()._put(on_disk, *(rebuilt(one, state.plain_number) for one in states))
             return written
@@ -259,9 +258,8 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         return write
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
-        divided = getattr(optimizer, state.SHARDED)
-        loaded: Callable[[], None] = divided.loading(optimizer, self._saved_state(saved, optimizer))
-        return loaded
+        divided: sharded.ShardedOptimizer = getattr(optimizer, state.SHARDED)
+        return divided.loading(optimizer, self._saved_state(saved, optimizer))
 
     def _saved_state(self, saved: Saved, optimizer: Any) -> sharded.SavedState:
         return sharded.saved_state(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
@@ -289,8 +287,8 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
                 "without the optimizer."
             )
         if states is not None and self._has_this_size(saved):
-            shortest = random_state.BYTES + torch.get_rng_state().numel()
-            if len(states[self._ranks().rank()]) < shortest:
+            usual = random_state.BYTES + torch.get_rng_state().numel()
+            if len(states[self._ranks().rank()]) - usual not in (0, _CUDA_STATE):
                 raise CheckpointError(f"{saved.path} holds random states of another PyTorch.")
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
@@ -323,12 +321,7 @@ def _set_random_state(own: Any) -> None:
 
 
 def _write_readable(file: Path, contents: Any) -> None:
-    """Write what ``_read_file`` will be able to read.
-
-    Raises:
-        OSError: PyTorch could not write.
-        InvalidArgumentError: it holds what is not read again without running code of the file's.
-    """
+    """Write what ``_read_file`` will be able to read."""
     try:
         with file.open("wb") as opened:  # Python's own file says what went wrong, PyTorch's "unexpected pos"
             torch.save(contents, opened)
@@ -355,13 +348,7 @@ def _read_file(file: Path, target: Any, *, mmap: bool = False) -> Any:
 
 
 def _of_this_model(file: Path, saved: dict[str, Any], model: Any, partly: bool, trainable_only: bool) -> dict[str, Any]:
-    """What of a saved model is to be loaded.
-
-    Args:
-        partly: it was saved with ``trainable_only``.
-    Raises:
-        CheckpointError: it does not fit the model.
-    """
+    """What of a saved model is to be loaded, if it fits; ``partly``: it was saved with ``trainable_only``."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"{file} holds no state dict.")
     kind, current = type(model).__name__, model.state_dict()
@@ -409,15 +396,6 @@ def _typed(dtype: Any) -> str:
 def _fitting(file: Path, target: Any) -> Iterator[None]:
     try:
         yield
-    except (
-        RuntimeError,
-        ValueError,
-        KeyError,
-        OSError,
-        EOFError,
-        TypeError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except _UNFIT as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} does not fit this {type(target).__name__}: {reason}") from error

@@ -117,11 +117,7 @@ class SampledShard(Shard):
     sampler: Any = ()
 
     def order(self, epoch: int) -> Indices:
-        """The indices that the sampler draws for ``epoch``, int64 (n_samples,).
-
-        Raises:
-            InvalidArgumentError: a negative epoch, something else than indices, or not as many as its length.
-        """
+        """The indices that the sampler draws for ``epoch``, int64 (n_samples,)."""
         with _drawing_alike(np.random.SeedSequence([self.seed, epoch]), getattr(self.sampler, "generator", None)):
             drawn = list(self.sampler)
         name = type(self.sampler).__name__

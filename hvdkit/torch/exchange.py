@@ -51,12 +51,7 @@ def of_sparse_modules(model: torch.nn.Module) -> Iterator[Parameter]:
 
 
 def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
-    """Buckets of parameters that train; at least one.
-
-    Args:
-        named: the parameters in the order in which backward produces their gradients.
-        sparse: the id of each parameter whose gradient is sparse.
-    """
+    """Buckets of parameters that train, at least one; ``sparse``: the ids of those whose gradient is sparse."""
     travel_alone = [] if layout.sparse_as_dense else [each for each in named if id(each[1]) in sparse]
     alone = {id(parameter) for _, parameter in travel_alone}
     dense = [each for each in named if id(each[1]) not in alone]
@@ -66,12 +61,7 @@ def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Any
 
 
 class _Agreed:
-    """What all ranks train, and the buckets that were made of it.
-
-    Args:
-        named: this rank's parameters.
-        number: the same on every rank, of this agreement's exchange.
-    """
+    """What all ranks train, and the buckets that were made of it; ``number`` is the same on every rank."""
 
     def __init__(self, named: Named, number: int, buckets: list[AnyBucket]) -> None:
         self.number, self.buckets = number, buckets
@@ -95,29 +85,22 @@ class _Agreed:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A parameter of an exchange, which its hooks hold: it must not hold them, or neither would ever be freed.
-
-    Attributes:
-        order: where it stands in the model.
-        sparse: whether its module says that its gradient is sparse.
-        hooks: handles; the first is of the one that says that its gradient is there.
-    """
+    """A parameter of an exchange, which its hooks hold: it must not hold them, or neither would ever be freed."""
 
     parameter: weakref.ref[Parameter]
     name: str
-    order: int
-    sparse: bool
-    hooks: list[Any]
+    order: int  # in the model
+    sparse: bool  # its module says that its gradient is
+    hooks: list[Any]  # handles; the first is of the one that says that its gradient is there
 
 
 class Exchange:
     """What one ``distribute`` does to its parameters: after every backward that reaches them, ``.grad`` is the mean.
 
-    Args:
-        optimizer: whose parameters, those that it is given later included.
-        model: names them.
-        options, layout: how.
-        ranks: Horovod's process set.
+    Attributes:
+        number: in the order in which the program has made them.
+        place: how many of this process set were made before it.
+        exchanging: whether gradients travel, since it has begun.
     """
 
     def __init__(
@@ -318,12 +301,7 @@ class Exchange:
                     bucket.send_empty(self._reducer, self._flags._replace(failed=1))
 
     def finish(self, flags: Flags) -> None:
-        """All have arrived, and the ranks say so much; then all gradients are the mean.
-
-        Raises:
-            AgreementError: the ranks train different parameters, or with other options, or some of them called no
-                backward; on every rank.
-        """
+        """All have arrived, and the ranks say so much; then all gradients are the mean."""
         if not self.exchanging:
             return
         if flags.has_fingerprint and self._agreed is not None:  # also where they train others from now on
@@ -414,7 +392,6 @@ class Exchange:
         return [name for name, _ in self.training()]
 
     def in_flight(self) -> bool:
-        """Whether any of its buckets is on its way."""
         return any(bucket.in_flight() for bucket in self._buckets())
 
     def reset(self) -> None:
@@ -439,10 +416,7 @@ class Exchange:
             self._suspended -= 1
 
     def step_by(self, optimizer: Any) -> None:
-        """An optimizer is about to step, its own or another that has some of its parameters.
-
-        That is the one within it, where its own is a wrapper (SAM, Lookahead).
-        """
+        """An optimizer is about to step: its own, or another that has some of its parameters, such as one within it."""
         mine, within = self.steps_as(optimizer), private.current_graph_task() != -1
         if not mine and not ((within or self._local) and any(map(self.has, parameters_of(optimizer)))):
             return

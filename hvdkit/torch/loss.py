@@ -33,18 +33,17 @@ def weighted_loss(loss: Callable[..., torch.Tensor], *, over: str = "samples") -
             the reduction "mean" over samples; when called: targets with ``ignore_index`` over samples, weights of
             another length, or a loss that is a single number.
     """
-    reduction = getattr(loss, "reduction", "none")
+    name, reduction = getattr(loss, "__name__", type(loss).__name__), getattr(loss, "reduction", "none")
     if reduction not in ("mean", "none", "batchmean"):
         raise InvalidArgumentError(
-            f"weighted_loss needs a loss with reduction='mean' or 'none', got {reduction!r} ({type(loss).__name__}); "
-            "only means are the same for every number of ranks."
+            f"weighted_loss needs a loss with reduction='mean' or 'none', got {reduction!r} ({name}); only means are "
+            "the same for every number of ranks."
         )
+    if over not in ("samples", "targets"):
+        raise InvalidArgumentError(f"over must be 'samples' or 'targets', got {over!r}.")
     each, mean, ignored = _taken_apart(loss)
     if over == "targets":
         return _over_targets(each, mean, ignored, getattr(loss, "weight", None))
-    if over != "samples":
-        raise InvalidArgumentError(f"over must be 'samples' or 'targets', got {over!r}.")
-    name = getattr(loss, "__name__", type(loss).__name__)
     if ignored is not None and getattr(loss, "weight", None) is not None:
         raise InvalidArgumentError(
             f"{name} with class weights divides by the weights of the batch, not by its samples; say over='targets' to "

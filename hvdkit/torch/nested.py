@@ -31,25 +31,16 @@ def rebuilt(value: Any, leaf: Leaf, path: tuple[Any, ...] = ()) -> Any:
     return leaf(value, path)
 
 
-def is_wrapper(value: Any) -> bool:
-    """Whether it is a tensor of a subclass that is made of other tensors."""
-    return is_traceable_wrapper_subclass(value)
-
-
 def flattened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Named tensors with those of a subclass (torchao's) in the place of the one that they make up."""
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if is_wrapper(tensor):
-            plain.update(flattened({f"{name}.{part}": one for part, one in inner_of(tensor).items()}))
+        if is_traceable_wrapper_subclass(tensor):
+            parts: Any = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            plain.update(flattened({f"{name}.{part}": getattr(tensor, part) for part in parts}))
         else:
             plain[name] = tensor
     return plain
-
-
-def inner_of(tensor: Any) -> dict[str, Any]:
-    """What a tensor of a subclass is made of."""
-    return {part: getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
 
 
 def _is_sequence(value: Any) -> bool:
@@ -76,12 +67,9 @@ class _Slot:
 
 
 class Outline:
-    """What the root tells of a nested value.
+    """What the root tells of a nested value; ``tensors`` are those that it leaves out, in their order.
 
-    Args:
-        known: what every rank has, and is told by its number.
-    Attributes:
-        tensors: those that it leaves out, in their order.
+    What every rank has, ``known``, is told by its number.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -104,8 +92,7 @@ class Outline:
 class Placing:
     """Puts a nested value, or its outline, into another: dicts and lists, and tensors that fit, stay the same objects.
 
-    Args:
-        known: what stand-ins of ``Outline`` stand for; not to be overwritten.
+    ``known`` is what stand-ins of ``Outline`` stand for; it is not overwritten.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -114,11 +101,7 @@ class Placing:
         self._placed: dict[int, tuple[Any, torch.Tensor]] = {}  # by the identity of what is placed
 
     def place(self, mine: Any, theirs: Any, device: torch.device | None = None) -> Any:
-        """What is to stand in the place of ``mine``: ``mine`` itself, changed to be as ``theirs``, where that goes.
-
-        Args:
-            device: of new tensors, where it is of the type that the root's have.
-        """
+        """What is to stand in the place of ``mine``: ``mine`` itself, changed to be as ``theirs``, where that goes."""
         if isinstance(theirs, _Known):
             return self._known[theirs.number]
         if isinstance(theirs, (torch.Tensor, _Slot)):
@@ -144,8 +127,7 @@ class Placing:
             items[own] = self.place(old, item, own.device if isinstance(own, torch.Tensor) else device)
         made = mine if isinstance(mine, dict) else copy.copy(theirs)
         made.clear()
-        for key, item in items.items():
-            made[key] = item
+        made.update(items)
         return made
 
     def _tensor(self, mine: Any, theirs: torch.Tensor | _Slot, device: torch.device | None) -> torch.Tensor:
@@ -179,7 +161,7 @@ def is_dense(tensor: Any) -> bool:
         isinstance(tensor, torch.Tensor)
         and tensor.layout == torch.strided
         and not tensor.is_quantized
-        and not is_wrapper(tensor)
+        and not is_traceable_wrapper_subclass(tensor)
     )
 
 

@@ -1,10 +1,7 @@
 """Gradients that are the mean over the ranks when ``backward()`` returns; the inside of ``hvdkit.torch.distribute``.
 
 A hook on every parameter puts its fresh gradient into a bucket, which travels while backward computes others. A
-callback at the end of backward sends the rest and waits, so that whatever reads gradients after it (clipping, a
-GradScaler, a closure, the step) sees the mean. The optimizer stays the user's own object.
-
-Read on in ``exchange``, then ``buckets`` and ``backward``, which sees steps, too.
+callback at the end of backward sends the rest and waits. Read on in ``exchange``, ``buckets`` and ``backward``.
 """
 
 from __future__ import annotations

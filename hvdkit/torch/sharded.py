@@ -32,11 +32,7 @@ FILE = "optimizer.pt"
 
 
 class _Part:
-    """A piece of a parameter.
-
-    Attributes:
-        stand_in: on its owner, what the optimizer updates: the parameter, or a slice of its memory.
-    """
+    """A piece of a parameter; its owner's optimizer updates ``stand_in``: the parameter, or a slice of its memory."""
 
     def __init__(self, parameter: Any, piece: Piece, mine: bool) -> None:
         self.parameter, self.piece, self.stand_in = parameter, piece, None
@@ -73,13 +69,7 @@ class _Part:
 
 
 class ShardedOptimizer:
-    """What ``distribute(shard_state=True)`` adds to an optimizer.
-
-    Args:
-        optimizer: the user's.
-        may_cut: see ``works_on_numbers``.
-        sparse: the id of each parameter whose gradient is sparse, which stays whole.
-    """
+    """What ``distribute(shard_state=True)`` adds to an optimizer; what has a sparse gradient (ids) stays whole."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, may_cut: bool, sparse: Collection[int]) -> None:
         self._may_cut, self._sparse = may_cut, sparse
@@ -228,11 +218,7 @@ class ShardedOptimizer:
         ]
 
     def loading(self, optimizer: Any, saved: SavedState) -> Callable[[], None]:
-        """What makes this rank's state that of a checkpoint, once all ranks have found that theirs fits.
-
-        Raises:
-            CheckpointError: it is that of other parameters.
-        """
+        """What makes this rank's state that of a checkpoint, once all ranks have found that theirs fits."""
         mine, places = self._mine(), {id(one): place for place, one in enumerate(parameters_of(optimizer))}
         found = [
             saved.of(places[id(part.parameter)], part.piece.start, part.piece.stop, part.parameter.shape)
@@ -262,11 +248,7 @@ class SavedState:
             self._pieces.setdefault(piece["place"], []).append(piece)
 
     def of(self, place: int, start: int, stop: int, shape: Sequence[int]) -> dict[str, Any]:
-        """The state of the numbers ``start .. stop`` of a parameter of this shape, flat if they are a part of it.
-
-        Raises:
-            CheckpointError: it was saved of another shape, or incompletely.
-        """
+        """The state of the numbers ``start .. stop`` of a parameter of this shape, flat if they are a part of it."""
         pieces = self._pieces.get(place, [])
         if not pieces or not pieces[0]["state"]:
             return {}
@@ -298,11 +280,7 @@ class SavedState:
 
 
 def saved_state(directory: Path, read: Callable[[Path], Any]) -> SavedState:
-    """What all ranks saved of an optimizer's state, or the whole of one that was not divided.
-
-    Raises:
-        CheckpointError: it is incomplete, or not of pieces.
-    """
+    """What all ranks saved of an optimizer's state, or the whole of one that was not divided."""
     files = shard_state.files_in(directory, FILE)
     if not files:
         states = read(directory / FILE)["state"]

@@ -209,12 +209,7 @@ class ShardedStream:
 
 
 def this_ranks_part(dataset: Any, world: Topology) -> Any:
-    """The stream, dealt out to the ranks where it is HuggingFace's; another one yields its own part itself.
-
-    Raises:
-        InvalidArgumentError: HuggingFace's is split for other ranks already.
-        AgreementError: it is shuffled without a seed, or has its files in another order on some rank.
-    """
+    """The stream, dealt out to the ranks where it is HuggingFace's; another one yields its own part itself."""
     huggingface = sys.modules.get("datasets")
     if world.size == 1 or huggingface is None or not isinstance(dataset, huggingface.IterableDataset):
         return dataset
@@ -224,19 +219,9 @@ def this_ranks_part(dataset: Any, world: Topology) -> Any:
         list(_sources(dataset._ex_iterable)),
         "sort its files, and give shuffle a seed: dataset.shuffle(seed=0), or what makes it on every rank",
     )
-    if RANKS.size() == world.size:
-        RANKS.together(lambda: _require_split_for(dataset._distributed, world))
-    if dataset._distributed is not None:
+    if dataset._distributed is not None:  # the program has split it
         return dataset
     return importlib.import_module("datasets.distributed").split_dataset_by_node(dataset, world.rank, world.size)
-
-
-def _require_split_for(split: Any, world: Topology) -> None:
-    if split is not None and (split.rank, split.world_size) != (world.rank, world.size):
-        raise InvalidArgumentError(
-            f"the data set was split for rank {split.rank} of {split.world_size}, and this is rank {world.rank} of "
-            f"{world.size}; leave split_dataset_by_node out, shard calls it."
-        )
 
 
 def _sources(examples: Any) -> Iterator[str]:
@@ -255,10 +240,7 @@ def _sources(examples: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def known_rank(world: Topology) -> Iterator[None]:
-    """RANK and WORLD_SIZE say who reads, for webdataset and others that ask them, and for the workers that begin here.
-
-    ``hvdkit launch`` sets them for a whole job; plain ``mpirun`` and ``srun`` do not.
-    """
+    """RANK and WORLD_SIZE say who reads, for webdataset and others that ask them, and for workers that begin here."""
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     try:

@@ -488,7 +488,5 @@ def test_huggingface_streams_give_each_sample_once(hk, world, everyone):
             require_each_once(everyone([(x["x"].tolist(), w.tolist()) for x, w in loader]), list(range(60)))
         with pytest.raises(hvdkit.AgreementError, match=r"the random state .* dataset\.shuffle\(seed=0\)"):
             hk.shard(stream.shuffle(seed=world.rank), world, 4)
-        with pytest.raises(hvdkit.HvdkitError, match=rf"was split for rank 0 of {world.size}, and this is rank"):
-            hk.shard(split(stream, 0, world.size), world, 4)
     with pytest.raises(hvdkit.AgreementError, match=r"Dataset\[\d+\] is {'x': \d+} on rank 0 and"):
         hk.shard(whole.train_test_split(test_size=0.2, seed=world.rank)["train"], world, 4)

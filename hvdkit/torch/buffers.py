@@ -11,7 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvdkit.steps import torch_tensors
 from hvdkit.steps.untrained import Seen, UntrainedState
-from hvdkit.torch.global_batch import SyncBatchNorm, local_statistics
+from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
 from hvdkit.torch.nested import flattened
 from hvdkit.torch.state import buffers_of, layout, plain_name
 

@@ -1,4 +1,4 @@
-"""This rank's part of a data set: the inside of ``hvdkit.torch.shard``."""
+"""This rank's part of a data set: step 7."""
 
 from __future__ import annotations
 
@@ -30,18 +30,41 @@ _INSTEAD = {
 }
 
 
-def sharded(
-    dataset: Any,
+def shard(
+    dataset: torch.utils.data.Dataset[Any],
     world: Topology,
     batch_size: int,
     *,
-    remainder: str,
-    shuffle: bool,
-    seed: int,
-    sampler: Any,
-    options: dict[str, Any],
-) -> ShardedLoader | ShardedStream:
-    """The inside of ``hvdkit.torch.shard``."""
+    remainder: str = "drop",
+    shuffle: bool = True,
+    seed: int = 0,
+    sampler: Iterable[int] | None = None,
+    **loader_options: Any,
+) -> Any:
+    """A ``DataLoader`` over this rank's part of the data set (step 7). Every rank calls it, as a collective.
+
+    Args:
+        dataset: map-style, with a length, the same on every rank; between epochs it may grow or shrink, alike on all.
+            Or an ``IterableDataset`` of unknown length that yields this rank's own samples: every rank then takes the
+            same number of steps, until the first rank cannot fill a batch ("drop") or until no rank has a sample left
+            ("exact"); seed and shuffle are its own affair. HuggingFace's ``IterableDataset`` is dealt out to the ranks,
+            and while one is read RANK and WORLD_SIZE are set, which webdataset's ``split_by_node`` asks for.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
+            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
+            but a tensor, dict, named tuple or object is ``(batch, w)``.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+        seed: of the order, the same on every rank.
+        sampler: what draws the order in the place of ``shuffle``, such as ``WeightedRandomSampler``, for the whole
+            data set, all ranks together: its length is that of an epoch. See ``SampledShard``.
+        loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+    Raises:
+        InvalidArgumentError: a data set or sampler without length, bad numbers, or an option that shard decides; over a
+            stream, on every rank: one that is empty or, with "drop", fills no batch on some rank.
+        AgreementError: the ranks' data sets hold other lists, arrays or tables; raised on every rank.
+        DataError: over a stream: the data set of another rank raised an error.
+    """
     if not hvd.is_initialized() and tensorflow_at_work() is not None:
         raise InvalidArgumentError(
             "shard of hvdkit.torch was called where hvdkit.tensorflow, or hvdkit.keras on its tensorflow backend, has "
@@ -53,18 +76,18 @@ def sharded(
             "options: shard(loader.dataset, world, batch_size, num_workers=..., collate_fn=...)."
         )
     for name, instead in _INSTEAD.items():
-        if name in options:
+        if name in loader_options:
             raise InvalidArgumentError(f"shard takes no {name}: {instead}.")
     if isinstance(dataset, torch.utils.data.IterableDataset):
         if sampler is not None:
             raise InvalidArgumentError("an IterableDataset decides its order itself; leave sampler out.")
-        return ShardedStream(this_ranks_part(dataset, world), world, batch_size, remainder, **options)
+        return ShardedStream(this_ranks_part(dataset, world), world, batch_size, remainder, **loader_options)
     samples = _length(dataset) if sampler is None else _draws(sampler)
     for held in (dataset, *([] if sampler is None else [sampler])):  # before an error of this rank alone
         require_same_data(RANKS, world, held)
     order = (samples, world, batch_size, remainder, shuffle, seed)
     share = Shard(*order) if sampler is None else SampledShard(*order, sampler=sampler)
-    return ShardedLoader(dataset, share, **options)
+    return ShardedLoader(dataset, share, **loader_options)
 
 
 def _length(dataset: Any) -> int:

@@ -387,10 +387,6 @@ class Exchange:
         # Of a sparse one its rows alone: the whole may not fit into memory.
         return total_norm([one.coalesce().values() if one.is_sparse else one for one in gradients])
 
-    def names(self) -> list[str]:
-        """Of the parameters that train."""
-        return [name for name, _ in self.training()]
-
     def in_flight(self) -> bool:
         return any(bucket.in_flight() for bucket in self._buckets())
 

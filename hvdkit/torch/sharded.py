@@ -110,28 +110,24 @@ class ShardedOptimizer:
             for part in self._parts.pop(gone):
                 optimizer.state.pop(part.stand_in, None)  # type: ignore[arg-type]
         new = [one for one in trained if id(one) not in self._parts]
-        whole = [
-            place
-            for place, one in enumerate(new)
-            if not (self._may_cut and one.is_contiguous() and id(one) not in self._sparse)
-            or type(one.data) is not torch.Tensor
+        can_cut = [
+            self._may_cut and one.is_contiguous() and id(one) not in self._sparse and type(one.data) is torch.Tensor
+            for one in new
         ]
+        whole = [place for place, can in enumerate(can_cut) if not can]
         for piece in shard_state.divide([one.numel() for one in new], RANKS.size(), whole):
             one = new[piece.place]
             part = _Part(one, piece, piece.owner == RANKS.rank())
             self._parts.setdefault(id(one), []).append(part)
         self._take_over(optimizer)
-        parts = self._all()
+        parts = [part for parts in self._parts.values() for part in parts]
         kinds = [(part.piece.owner, part.parameter.dtype, part.parameter.device) for part in parts]
         sizes = [(part.piece.stop - part.piece.start) * part.parameter.element_size() for part in parts]
         buckets = core_layout.in_buckets(kinds, sizes, shard_state.MESSAGE_BYTES)
         self._messages = [[parts[place] for place in bucket] for bucket in buckets]
 
-    def _all(self) -> list[_Part]:
-        return [part for parts in self._parts.values() for part in parts]
-
     def _mine(self) -> list[_Part]:
-        return [part for part in self._all() if part.stand_in is not None]
+        return [part for parts in self._parts.values() for part in parts if part.stand_in is not None]
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep of a whole state, from before or loaded, what is this rank's."""
@@ -187,13 +183,10 @@ class ShardedOptimizer:
     @listeners.sharing_weights()
     def _give(self) -> None:
         """Have every rank get what the owners have updated."""
-        name = f"hvdkit.shard_state.{self._number}"
-        begun = [
-            torch_tensors.start_sharing(
-                hvd, [part.inside() for part in parts], parts[0].piece.owner, f"{name}.{number}", private.foreach_copy
-            )
-            for number, parts in enumerate(self._messages)
-        ]
+        begun = []
+        for number, parts in enumerate(self._messages):
+            name, own = f"hvdkit.shard_state.{self._number}.{number}", [part.inside() for part in parts]
+            begun.append(torch_tensors.start_sharing(hvd, own, parts[0].piece.owner, name, private.foreach_copy))
         for wait in begun:
             wait()
 

@@ -85,38 +85,23 @@ class _Sizes:
         return sizes
 
 
-class _Copies:
-    """Warns where several ranks or DataLoader workers read the same samples, since each reads the stream as a whole."""
+def _warn_of_copies(marks: Any) -> None:
+    """Where several ranks or DataLoader workers read the same samples, since each reads the stream as a whole.
 
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-        self.compared = False
-
-    def begin(self) -> None:
-        """A pass begins; in another one a sample may be another rank's."""
-        self._marks = [_NO_MARKS]
-
-    def add(self, marks: Any) -> None:
-        """Note what this rank has read: the worker that read a sample, and its fingerprint, int64 (m, 2)."""
-        if not self.compared:
-            self._marks.append(marks)
-
-    def compare(self) -> None:
-        """Compare what all ranks have read, once; a collective."""
-        self.compared = True
-        mine = np.concatenate(self._marks)[: 8 * _MARKED]
-        mine = np.insert(mine, 0, hvd.rank(), axis=1)[mine[:, 1] > 0]
-        read = np.concatenate(RANKS.allgather(mine, "hvdkit.stream.copies"))
-        by_reader, readers = np.unique(read, axis=0), len(np.unique(read[:, :2], axis=0))
-        several, again = len(by_reader) - len(np.unique(by_reader[:, 2])), len(read) - len(by_reader)
-        # Data that repeat themselves do so within each reader, too; what is drawn with replacement repeats a little.
-        if hvd.rank() == 0 and 5 * several >= len(read) > 0 and several > 4 * readers * again:
-            warnings.warn(
-                f"{several} of the {len(read)} samples that were read had been read by another rank or DataLoader "
-                "worker: the training sees copies; yield only the part of world.rank and "
-                "torch.utils.data.get_worker_info(), with webdataset nodesplitter=wds.split_by_node.",
-                stacklevel=4,
-            )
+    A collective; ``marks``: the worker that read each of this rank's samples, and its fingerprint, int64 (m, 2).
+    """
+    mine = np.insert(marks, 0, hvd.rank(), axis=1)[marks[:, 1] > 0][: 8 * _MARKED]
+    read = np.concatenate(RANKS.allgather(mine, "hvdkit.stream.copies"))
+    by_reader, readers = np.unique(read, axis=0), len(np.unique(read[:, :2], axis=0))
+    several, again = len(by_reader) - len(np.unique(by_reader[:, 2])), len(read) - len(by_reader)
+    # Data that repeat themselves do so within each reader, too; what is drawn with replacement repeats a little.
+    if hvd.rank() == 0 and 5 * several >= len(read) > 0 and several > 4 * readers * again:
+        warnings.warn(
+            f"{several} of the {len(read)} samples that were read had been read by another rank or DataLoader "
+            "worker: the training sees copies; yield only the part of world.rank and "
+            "torch.utils.data.get_worker_info(), with webdataset nodesplitter=wds.split_by_node.",
+            stacklevel=4,
+        )
 
 
 class ShardedStream:
@@ -146,7 +131,7 @@ class ShardedStream:
         options["drop_last"] = remainder == "drop"
         self._loader = torch.utils.data.DataLoader(dataset, batch_size, collate_fn=self._collate, **options)
         self._remainder, self._world = remainder, world
-        self._copies = _Copies()
+        self._compared, self._marks = False, [_NO_MARKS]
         self.dataset, self.batch_size, self.num_workers = dataset, batch_size, self._loader.num_workers
 
     def __iter__(self) -> Iterator[Any]:
@@ -155,16 +140,16 @@ class ShardedStream:
 
     def _steps(self, asked: _Sizes) -> Iterator[Any]:
         batches = itertools.chain(self._loader, itertools.repeat((0, _NO_MARKS, None)))
-        self._copies.begin()
+        self._marks = [_NO_MARKS]  # in another pass a sample may be another rank's
         size, contents = self._next(batches, asked)
         filler: tuple[int, Any] = 0, None
         for step in itertools.count():
             sizes = asked.answers()
             self._require(sizes, contents, first=step == 0)
             weights = stream_weights(sizes, self.batch_size, self._remainder)
-            if not self._copies.compared and (weights is None or step == _COMPARED_AT):
-                self._copies.compare()
-                self._collate.marked = 0
+            if not self._compared and (weights is None or step == _COMPARED_AT):
+                self._compared, self._collate.marked = True, 0
+                _warn_of_copies(np.concatenate(self._marks))
             if weights is None:
                 return
             count, batch = (size, contents) if size else (filler[0], copy.deepcopy(filler[1]))
@@ -180,7 +165,8 @@ class ShardedStream:
         try:
             with known_rank(self._world):
                 size, marks, contents = next(batches)
-            self._copies.add(marks)
+            if not self._compared:
+                self._marks.append(marks)
         except Exception as error:
             # A ring of the error and the frames that it came through would hold the loader, and PyTorch waits 5 s for
             # each worker of one that is collected so: no variable of a frame holds the error.

@@ -112,14 +112,6 @@ class Communicator(ABC):
         """The root's values."""
         return self.run(BROADCAST, np.array(values, order="C"), name, root=root)  # type: ignore[no-any-return]
 
-    def reducescatter(self, values: Array, name: str) -> Array:
-        """This rank's share of the sum over all ranks; the first ranks get one row more, see ``shares``."""
-        return self.run(REDUCESCATTER, np.ascontiguousarray(values), name)  # type: ignore[no-any-return]
-
-    def alltoall(self, rows: Array, name: str, counts: Sequence[int] | None = None) -> Array:
-        """The rows that each rank has for this one, in rank order; for ``counts`` see ``start``."""
-        return self.run(ALLTOALL, np.ascontiguousarray(rows), name, counts=counts)  # type: ignore[no-any-return]
-
     # What is made of them ---------------------------------------------------------------------------------------------
 
     def on_root(self, action: Callable[[], Any]) -> Any:

@@ -10,8 +10,8 @@ import torch
 from hvdkit.steps import agreement, torch_tensors
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
-from hvdkit.torch.buffers import own_buffers
 from hvdkit.torch.data import require_sharded
+from hvdkit.torch.divergence import own_buffers
 from hvdkit.torch.nested import flattened, rebuilt
 from hvdkit.torch.state import RANKS, layout, model_tensors, state_of
 

@@ -27,7 +27,6 @@ from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import divergence, private
 from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
 from hvdkit.torch.buckets import Bucket, BucketLayout, Named, Parameter, Reducer, obstacle_to, total_norm
-from hvdkit.torch.buffers import look, untrained_of
 from hvdkit.torch.sparse import AnyBucket, SparseGradient
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
@@ -122,7 +121,7 @@ class Exchange:
         self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
         self._averaged = False
-        self._untrained = untrained_of(model)
+        self._untrained = divergence.untrained_of(model)
         self._divergence = DivergenceCheck(self._untrained)
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
@@ -452,7 +451,7 @@ class Exchange:
         if agreed and wants and self.steps_as(optimizer) and divergence.can_look():
             named = divergence.own(agreed.living(), self.optimizer())
             check.pending_fingerprint = divergence.fingerprints(parameter for _, parameter in named)
-            check.seen = look(self._model())
+            check.seen = divergence.look(self._model())
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""

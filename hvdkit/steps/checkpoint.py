@@ -47,6 +47,8 @@ class Saved:
         score: how good it is, the higher the better; None where the caller did not say.
         skipped: newer (or better) checkpoints that were not valid, each "name: reason".
         extra: (PyTorch) what was saved as ``extra``, on the CPU, when ``restore`` returns it; else empty.
+        missing, unexpected: (PyTorch) after ``restore(strict=False)`` the names that the model has and that were not
+            loaded, and those in the checkpoint that the model has not, or not of this shape.
     """
 
     path: Path
@@ -55,6 +57,8 @@ class Saved:
     score: float | None = None
     skipped: tuple[str, ...] = field(default=())
     extra: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 class CheckpointDirectory:

@@ -94,10 +94,10 @@ class CheckpointsBase(ABC):
         """On the root: write the state into files."""
 
     @abstractmethod
-    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:
+    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], Any]:
         """On the root: read what ``_write`` wrote, or raise CheckpointError. What is returned makes the state that.
 
-        The options are a framework binding's own.
+        That may return attributes of ``Saved``. The options are a framework binding's own.
         """
 
     def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:  # noqa: ARG002
@@ -261,7 +261,7 @@ class CheckpointsBase(ABC):
         if self._write_own(optimizer) is not None:
             shard_state.require_shared(ranks, str(saved.path), "reads")
             put_own = ranks.together(lambda: self._read_own(saved, optimizer))
-        ranks.on_root(lambda: held["put"]())
+        found = ranks.on_root(lambda: held["put"]()) or {}
         if put_own is not None:
             put_own()
         if optimizer is not None:
@@ -269,7 +269,7 @@ class CheckpointsBase(ABC):
             compression.restore(ranks.on_root(lambda: held["kept"]))  # after what kept some before is gone
         if optimizer is not None or loader is not None:
             listeners.restored(saved.step)
-        return replace(saved, extra=self._broadcast_extra(held.get("extra"))), states
+        return replace(saved, extra=self._broadcast_extra(held.get("extra")), **found), states
 
     def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:  # noqa: ARG002
         """Raise CheckpointError or InvalidArgumentError where a checkpoint does not fit this rank; change nothing."""

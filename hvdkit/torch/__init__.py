@@ -45,7 +45,8 @@ from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.data import shard
 from hvdkit.torch.ddp import init_process_group
-from hvdkit.torch.device import pin_device
+from hvdkit.torch.device import Precision, pin_device
+from hvdkit.torch.divergence import broadcast_each_step, end_each_step
 from hvdkit.torch.elastic import ElasticState, run_elastic
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
@@ -147,7 +148,9 @@ def warmup(
 # 5 ------------------------------------------------------------------------------------------------------------------
 
 
-def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
+def broadcast_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0, *, buffers: str = "once"
+) -> None:
     """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
 
     In place: the optimizer's groups, its states and the tensors in them stay the objects that a scheduler may hold.
@@ -158,17 +161,25 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         optimizer: its whole state (slots, step counters, learning rates) is overwritten too. Unlike Horovod's own
             function this one takes no step to make a state that is not there yet.
         root: rank to copy from.
+        buffers: "once", or "each step": in training every rank also gets the root's buffers (not those registered with
+            ``persistent=False``) before each forward of the model, as with DistributedDataParallel. Call it then
+            equally often on every rank. The next ``broadcast_state`` without it ends that.
     Raises:
         InvalidArgumentError: a root that is not a rank, several models or optimizers, lazy parameters that have no
-            shape yet.
+            shape yet, or unknown ``buffers``.
         AgreementError: the ranks' models differ in names, shapes or types, or their optimizers in kind or parameter
             groups; raised on every rank.
         RootError: the root's optimizer holds what cannot be sent; the root raises the reason.
     """
     state.require_torch(model, optimizer)
+    if buffers not in ("once", "each step"):
+        raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
     end_windows()
     tell_how_many(RANKS, hvd.global_process_set)
     state.broadcast(model, optimizer, root)
+    end_each_step(model)
+    if buffers == "each step" and hvd.size() > 1:
+        broadcast_each_step(model, root)
     if optimizer is not None:
         count_steps(optimizer)
         passes.look_at_weights(model, state.sample_of)
@@ -250,6 +261,7 @@ def fit(
     remainder: str = "drop",
     kind: str = "auto",
     seed: int = 0,
+    precision: str = "fp32",
 ) -> list[dict[str, float]]:
     """The eight steps in one call: train ``model`` on all ranks; returns the mean loss of each epoch.
 
@@ -261,6 +273,7 @@ def fit(
         checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
             checkpoint already; the history then begins with the epoch after it.
         remainder, kind, seed: see ``shard`` and ``pin_device``.
+        precision: "fp32", or with PyTorch's autocast "bf16" or "fp16", the latter with a GradScaler.
     Raises:
         InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
     """
@@ -273,19 +286,18 @@ def fit(
     steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
     loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
+    computing = Precision(precision, target)
     if checkpoints is not None:
-        checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
+        computing.go_on(checkpoints.restore(model, optimizer, loader=loader, schedule=schedule))
     history = []
     for epoch in range(loader.epoch, epochs):
         total = 0.0
         for x, y, *weights in record_steps(loader):
-            optimizer.zero_grad()
-            batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
-            batch_loss.backward()
-            optimizer.step()
+            with computing.autocast:
+                batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
+            total += computing.step(batch_loss, optimizer)
             schedule.step()
-            total += batch_loss.item()
         history.append(average_metrics({"loss": total / steps}, world))
         if checkpoints is not None:
-            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader, extra=computing.state())
     return history

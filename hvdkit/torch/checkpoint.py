@@ -114,6 +114,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         loader: Any = None,
         schedule: Any = None,
         which: str = "latest",
+        strict: bool = True,
         trainable_only: bool = False,
     ) -> Saved | None:
         """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
@@ -130,16 +131,24 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             loader: from ``shard``, over the same data in the same order; goes on where it was.
             schedule: from ``warmup``, or a list of such; needs the loader.
             which: "latest" or "best" (the highest score).
+            strict: False loads what has the same name and shape in both, and names the rest in ``Saved.missing`` and
+                ``Saved.unexpected``; without optimizer, whose state belongs to all parameters.
             trainable_only: load only what ``save(trainable_only=True)`` would save of this model, and leave the rest.
         Returns:
             Where it was, its step, metadata and extra, and which newer ones were skipped and why.
         Raises:
             CheckpointError: checkpoints exist but none is valid, it belongs to another model, optimizer or data, types
                 differ (a model in bfloat16 does not take float32), or another job writes into the directory.
-            InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown ``which``.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or ``strict=False``
+                with an optimizer.
             AgreementError: it does not fit on another rank.
         """
-        return self._restore(model, optimizer, loader, schedule, which, trainable_only=trainable_only)
+        if not strict and optimizer is not None:
+            raise InvalidArgumentError(
+                "strict=False restores a part of a model, and an optimizer's state belongs to all of it; leave the "
+                "optimizer out."
+            )
+        return self._restore(model, optimizer, loader, schedule, which, strict=strict, trainable_only=trainable_only)
 
     def wait(self) -> Saved | None:
         """Wait until the asynchronous write is on disk, and return what was written; None when there was none.
@@ -217,11 +226,11 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             state.require_same_training(model, optimizer)
         return super()._load(model, optimizer, *arguments, **options)
 
-    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:
+    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], dict[str, Any]]:
         """Read both state dicts. Where putting them fails, the model is as before; see ``_of_this_model``."""
         file, other_file = saved.path / "model.pt", saved.path / sharded.FILE
         partly = saved.metadata.get(_TRAINABLE) is True
-        contents = _of_this_model(file, _read_file(file, model), model, partly, **options)
+        contents, left = _of_this_model(file, _read_file(file, model), model, partly, **options)
         slots: Any = None if optimizer is None else _read_file(other_file, optimizer)
         if hasattr(optimizer, state.SHARDED):
             slots = {**slots, "state": {}}  # each rank reads its own
@@ -229,7 +238,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             whole = self._saved_state(saved, optimizer).whole(state.parameters_of(optimizer))
             slots = {**slots, "state": whole}
 
-        def put() -> None:
+        def put() -> dict[str, Any]:
             before = state.HostCopies().of("", state.model_state(model))
             try:
                 with _fitting(file, model):
@@ -240,6 +249,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             except BaseException:
                 state.load_model(model, before)
                 raise
+            return left
 
         return put
 
@@ -347,41 +357,50 @@ def _read_file(file: Path, target: Any, *, mmap: bool = False) -> Any:
         return torch.load(str(file), map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def _of_this_model(file: Path, saved: dict[str, Any], model: Any, partly: bool, trainable_only: bool) -> dict[str, Any]:
-    """What of a saved model is to be loaded, if it fits; ``partly``: it was saved with ``trainable_only``."""
+def _of_this_model(
+    file: Path, saved: dict[str, Any], model: Any, partly: bool, strict: bool, trainable_only: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a saved model is to be loaded, and the attributes of ``Saved`` that name what is not.
+
+    Where ``partly`` it was saved with ``trainable_only``.
+    """
     if not isinstance(saved, dict):
         raise CheckpointError(f"{file} holds no state dict.")
-    kind, current = type(model).__name__, model.state_dict()
-    mine, theirs = state.bare_names(current), state.bare_names(saved)
+    kind = type(model).__name__
+    mine, current = state.bare_names(model.state_dict()), model.state_dict()
+    theirs = state.bare_names(saved)
     wanted = state.trained_names(model) if trainable_only else mine.keys()
-    if partly and not trainable_only and wanted - theirs.keys():
+    if partly and strict and not trainable_only and wanted - theirs.keys():
         raise CheckpointError(
             f"{file} holds what was trained alone (trainable_only); restore(trainable_only=True) leaves the rest of "
             f"this {kind} as it is."
         )
-    pairs = {name: (current[mine[name]], saved[theirs[name]]) for name in theirs if name in wanted}
-    shapes = {name: (_shape(here), _shape(there)) for name, (here, there) in pairs.items()}
-    unfit = [f"{name} is {there}, not {here}" for name, (here, there) in sorted(shapes.items()) if here != there]
-    unfit += [f"it lacks {name}" for name in sorted(wanted - theirs.keys())]
-    known = mine.keys() if trainable_only and not partly else wanted
-    unfit += [f"it holds {name}, which the model has not" for name in sorted(theirs.keys() - known)]
-    if unfit:
+    other = {name for name in wanted & theirs.keys() if _shape(current[mine[name]]) != _shape(saved[theirs[name]])}
+    missing = sorted((wanted - theirs.keys()) | other)
+    unexpected = sorted((theirs.keys() - (mine.keys() if trainable_only and not partly else wanted)) | other)
+    loaded = [name for name in theirs if name in wanted and name not in other]
+    if strict and (missing or unexpected):
+        shapes = [f"{one} is {_shape(saved[theirs[one]])}, not {_shape(current[mine[one]])}" for one in sorted(other)]
+        lacks = [f"it lacks {one}" for one in missing if one not in other]
+        alone = [f"it holds {one}, which the model has not" for one in unexpected if one not in other]
+        said = [*shapes, *lacks, *alone]
         raise CheckpointError(
-            f"{file} does not fit this {kind}: {'; '.join(unfit[:3])}{'; ...' if len(unfit) > 3 else ''} ({len(unfit)} "
-            "in all). To begin with what fits, give it to model.load_state_dict(..., strict=False), from torch.load of "
-            "that file, before broadcast_state."
+            f"{file} does not fit this {kind}: {'; '.join(said[:3])}{'; ...' if len(said) > 3 else ''} ({len(said)} in "
+            "all). restore(strict=False) without optimizer loads what fits, and names the rest."
         )
-    for name, values in pairs.items():
-        here, there = (getattr(one, "dtype", None) for one in values)
+    if not loaded:
+        raise CheckpointError(f"{file} does not fit this {kind}: no name and shape is in both.")
+    for name in loaded:
+        here, there = (getattr(one, "dtype", None) for one in (current[mine[name]], saved[theirs[name]]))
         if here != there:
             raise CheckpointError(
                 f"{file} does not fit this {kind}: {name} is {_typed(there)}, the model has {_typed(here)}; restore "
                 f"into a model of {_typed(there)}, and convert it then (model.to({here}))."
             )
-    kept = type(saved)((full, value) for full, value in saved.items() if full in {theirs[name] for name in pairs})
+    kept = type(saved)((full, value) for full, value in saved.items() if full in {theirs[name] for name in loaded})
     if hasattr(saved, "_metadata"):
         kept._metadata = saved._metadata  # type: ignore[attr-defined]
-    return kept
+    return kept, {} if strict else {"missing": tuple(missing), "unexpected": tuple(unexpected)}
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import device
+from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.topology import Topology
 
 
@@ -35,3 +38,39 @@ def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) 
     pinned = torch.device("cuda", device.device_index(world.local_rank, visible))
     torch.cuda.set_device(pinned)
     return pinned
+
+
+class Precision:
+    """What a step computes in, and what keeps float16's small gradients from becoming zeros; "fp32" is neither.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        device: where the model is.
+    Raises:
+        InvalidArgumentError: another name.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        if name not in types:
+            raise InvalidArgumentError(f"precision must be one of {', '.join(types)}, got {name!r}.")
+        self.autocast = torch.autocast(device.type, types[name], enabled=name != "fp32")
+        self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
+        """Forget the last gradients, go backward, and step where all are finite; returns the loss."""
+        optimizer.zero_grad()
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        """For ``Checkpoints.save(..., extra=)``."""
+        return {"scaler": self._scaler.state_dict()}
+
+    def go_on(self, saved: Saved | None) -> None:
+        """Scale as the training did that ``restore`` found, if it scaled."""
+        state = ((saved.extra if saved is not None else None) or {}).get("scaler")
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state)

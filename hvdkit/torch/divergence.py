@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -19,9 +20,12 @@ from hvdkit.steps.untrained import Seen, UntrainedState
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
 from hvdkit.torch.buckets import Named, Parameter
 from hvdkit.torch.nested import flattened
-from hvdkit.torch.state import buffers_of, layout, parameters_of, plain_name
+from hvdkit.torch.private import eagerly
+from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, parameters_of, plain_name
 
 _STATES: weakref.WeakKeyDictionary[torch.nn.Module, UntrainedState] = weakref.WeakKeyDictionary()
+_EACH_STEP: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+_OBSERVERS = ("torch.ao.quantization", "torchao.quantization")
 _PART = 1 << 22
 """Numbers that are looked at together: PyTorch copies them to float64."""
 _MOVES = 3
@@ -66,11 +70,12 @@ def is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) 
 
 
 def own_buffers(model: torch.nn.Module) -> set[str]:
-    """Plain names of persistent buffers that are each rank's own: running statistics, and spectral norm's vectors."""
+    """Plain names of persistent buffers that are each rank's own: statistics, and spectral norm's vectors."""
     found = set(local_statistics(model))
     for prefix, module in model.named_modules():
         names: set[str] = set()
-        if isinstance(module, _SpectralNorm):
+        kinds = [cls.__module__ for cls in type(module).__mro__]
+        if isinstance(module, _SpectralNorm) or any(kind.startswith(_OBSERVERS) for kind in kinds):
             names.update(module._buffers)
         elif not isinstance(module, SyncBatchNorm):
             names.update(one for one in module._buffers if one.startswith(("running_", "moving_")))
@@ -87,7 +92,7 @@ def untrained_of(model: torch.nn.Module) -> UntrainedState:
     """What the ranks have seen of this model."""
     if model not in _STATES:
         _STATES[model] = UntrainedState(
-            "give every rank the root's by broadcast_state",
+            "give every rank the root's by broadcast_state, once or with buffers='each step'",
             "A buffer that each rank is to have for itself is registered with persistent=False.",
             stacklevel=11,
         )
@@ -99,7 +104,8 @@ def look(model: torch.nn.Module | None) -> Seen:
     if model is None:
         return Seen([], torch_tensors.digests([]))
     own = own_buffers(model)
-    shared = {name: one for name, one in buffers_of(model, persistent=True).items() if name not in own}
+    held = {} if model in _EACH_STEP else buffers_of(model, persistent=True)
+    shared = {name: one for name, one in held.items() if name not in own}
     weights = {plain_name(name): one.detach() for name, one in model.named_parameters() if not one.requires_grad}
     tensors = {layout(name, one): one for name, one in flattened({**shared, **weights}).items() if _is_plain(one)}
     values = {}
@@ -114,6 +120,25 @@ def look(model: torch.nn.Module | None) -> Seen:
 def _is_plain(tensor: torch.Tensor) -> bool:
     dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
     return dense and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(tensor)
+
+
+def broadcast_each_step(model: torch.nn.Module, root: int) -> None:
+    """Give every rank the root's persistent buffers before each forward of the model in training."""
+    end_each_step(model)
+
+    @eagerly
+    def before_forward(module: torch.nn.Module, args: Any) -> None:  # noqa: ARG001
+        if module.training and torch.is_grad_enabled():  # evaluation may be one rank's alone
+            broadcast_tensors(buffers_of(module, persistent=True).values(), root)
+
+    _EACH_STEP[model] = model.register_forward_pre_hook(before_forward)
+
+
+def end_each_step(model: torch.nn.Module) -> None:
+    """No longer do what ``broadcast_each_step`` has begun."""
+    handle = _EACH_STEP.pop(model, None)
+    if handle is not None:
+        handle.remove()
 
 
 class Undistributed:

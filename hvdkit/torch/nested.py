@@ -36,7 +36,7 @@ def flattened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if is_traceable_wrapper_subclass(tensor):
-            parts: Any = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            parts: Any = tensor.__tensor_flatten__()[0]
             plain.update(flattened({f"{name}.{part}": getattr(tensor, part) for part in parts}))
         else:
             plain[name] = tensor

@@ -71,7 +71,8 @@ def distribute(
             weights. It is another guarantee: see docs/slow_networks.md, and ``average_weights``.
         outer, outer_lr, outer_momentum, outer_overlap: see ``hvdkit.steps.outer.OuterOptions``.
         shard_state: divide the optimizer's state among all ranks (ZeRO stage 1), so that each keeps 1 / size of it and
-            updates these numbers alone. Weights become what they become without. See docs/shard_state.md.
+            updates these numbers alone. Weights become what they become without. Of parameters in bfloat16 or float16
+            the state holds a float32 master copy, too. See docs/shard_state.md.
 
     With op="adasum" it returns Horovod's own optimizer instead, whose ``step`` combines what the ranks' steps would do.
 

@@ -46,7 +46,7 @@ class TorchWeights(Weights):
 
 def _on_host(tensor: torch.Tensor) -> Array:
     wide = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
-    return wide.cpu().numpy()  # type: ignore[no-any-return]
+    return wide.cpu().numpy()
 
 
 def take_outer_steps(optimizer: torch.optim.Optimizer, model: torch.nn.Module, options: OuterOptions) -> None:

@@ -27,17 +27,24 @@ from hvdkit.torch import private
 from hvdkit.torch.state import RANKS, SHARDED, HostCopies, broadcast_nested, load_optimizer, parameters_of
 
 _NUMBERS = itertools.count()
+_HALF = (torch.float16, torch.bfloat16)
+MASTER = "master"
 FILE = "optimizer.pt"
 """In a checkpoint: the state_dict, without the state where that was divided."""
 
 
 class _Part:
-    """A piece of a parameter; its owner's optimizer updates ``stand_in``: the parameter, or a slice of its memory."""
+    """A piece of a parameter; its owner's optimizer updates ``stand_in``.
+
+    That is the parameter, a slice of its memory, or of one in 16 bits the float32 master copy of the piece.
+    """
 
     def __init__(self, parameter: Any, piece: Piece, mine: bool) -> None:
         self.parameter, self.piece, self.stand_in = parameter, piece, None
+        self.has_master = parameter.dtype in _HALF
         if mine:
-            self.stand_in = torch.nn.Parameter(self.inside()) if piece.cut else parameter
+            inside = self.inside().float() if self.has_master else self.inside()
+            self.stand_in = torch.nn.Parameter(inside) if piece.cut or self.has_master else parameter
 
     def inside(self) -> torch.Tensor:
         """Of the parameter's memory, flat where it is cut; a whole one as it is."""
@@ -56,16 +63,21 @@ class _Part:
     def prepare(self) -> None:
         """Before a step: the stand-in is what the parameter is now, and has its gradient."""
         stand_in: Any = self.stand_in
-        if stand_in is not self.parameter:
-            gradient = self.parameter.grad
-            stand_in.data = self.inside()
-            stand_in.grad = None if gradient is None else self.of(gradient)
+        if stand_in is self.parameter:
+            return
+        now, gradient = self.inside(), self.parameter.grad
+        if self.has_master:  # the program may have changed some, clamped or loaded them
+            now = torch.where(stand_in.detach().to(now.dtype) == now, stand_in.detach(), now.float())
+        stand_in.data = now
+        stand_in.grad = None if gradient is None else self.of(gradient).to(stand_in.dtype)
 
-    def clear(self) -> None:
-        """After a step."""
+    def accept(self) -> None:
+        """After a step: the parameter is what the stand-in has become."""
         stand_in: Any = self.stand_in
         if stand_in is not self.parameter:
             stand_in.grad = None
+        if self.has_master:
+            self.inside().copy_(stand_in.detach())
 
 
 class ShardedOptimizer:
@@ -166,7 +178,7 @@ class ShardedOptimizer:
             return
         self._put_back()
         for part in self._mine():
-            part.clear()
+            part.accept()
         self._give()
 
     def _put_in(self, optimizer: Any) -> None:
@@ -206,6 +218,7 @@ class ShardedOptimizer:
                 "stop": part.piece.stop,
                 "shape": list(part.parameter.shape),
                 "state": dict(optimizer.state.get(part.stand_in, {})),
+                "master": part.stand_in.detach() if part.has_master else None,  # type: ignore[union-attr]
             }
             for part in self._mine()
         ]
@@ -224,10 +237,17 @@ class ShardedOptimizer:
                 held = parameters_of(optimizer)
                 order = {id(one): place for place, one in enumerate(held)}
                 groups = _numbered(optimizer.param_groups, held)
-                states = {order[id(part.stand_in)]: state for part, state in zip(mine, found, strict=True) if state}
+                states = {
+                    order[id(part.stand_in)]: own
+                    for part, state in zip(mine, found, strict=True)
+                    if (own := {key: value for key, value in state.items() if key != MASTER})
+                }
                 load_optimizer(optimizer, {"state": states, "param_groups": groups})
             finally:
                 self._put_back()
+            for part, state in zip(mine, found, strict=True):
+                if part.has_master and MASTER in state:
+                    part.stand_in.data.copy_(state[MASTER])  # type: ignore[union-attr]
 
         return load
 
@@ -238,6 +258,8 @@ class SavedState:
     def __init__(self, pieces: Iterable[dict[str, Any]]) -> None:
         self._pieces: dict[int, list[dict[str, Any]]] = {}
         for piece in pieces:
+            if piece.get("master") is not None:
+                piece = {**piece, "state": {**piece["state"], MASTER: piece["master"]}}
             self._pieces.setdefault(piece["place"], []).append(piece)
 
     def of(self, place: int, start: int, stop: int, shape: Sequence[int]) -> dict[str, Any]:
@@ -269,7 +291,8 @@ class SavedState:
     def whole(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
         """The state of a state_dict of an optimizer with these parameters."""
         states = {place: self.of(place, 0, one.numel(), one.shape) for place, one in enumerate(parameters)}
-        return {place: state for place, state in states.items() if state}
+        own = {place: {key: one for key, one in state.items() if key != MASTER} for place, state in states.items()}
+        return {place: state for place, state in own.items() if state}
 
 
 def saved_state(directory: Path, read: Callable[[Path], Any]) -> SavedState:
@@ -294,8 +317,8 @@ def _numbered(groups: Any, parameters: Sequence[Any]) -> list[dict[str, Any]]:
 def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The whole ``state_dict`` of an optimizer whose state is divided among the ranks; a collective.
 
-    Any optimizer of the same class takes it, on one process or many, divided (on every rank) or not. ``Checkpoints``
-    saves without it, each rank its own.
+    Any optimizer of the same class takes it, on one process or many, divided (on every rank) or not; master copies are
+    left out. ``Checkpoints`` saves without it, each rank its own.
 
     Args:
         optimizer: distributed with ``shard_state=True``; of another it is the ``state_dict`` as it is.
@@ -318,8 +341,10 @@ def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
 
 def _own(part: _Part, value: Any) -> Any:
     """Of a whole state what belongs to a piece: of what has the parameter's shape, its numbers."""
-    whole = isinstance(value, torch.Tensor) and value.shape == part.parameter.shape
-    return part.of(value).clone() if whole else value
+    if not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
+        return value
+    own = part.of(value).clone()
+    return own.float() if part.has_master else own
 
 
 def _refuse(optimizer: Any) -> None:

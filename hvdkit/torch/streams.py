@@ -18,6 +18,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from torch.utils.data import IterDataPipe
+from torch.utils.data.graph import traverse_dps
 
 from hvdkit.errors import DataError, InvalidArgumentError, name_ranks
 from hvdkit.steps.numbers import whole
@@ -196,6 +198,8 @@ class ShardedStream:
 
 def this_ranks_part(dataset: Any, world: Topology) -> Any:
     """The stream, dealt out to the ranks where it is HuggingFace's; another one yields its own part itself."""
+    if isinstance(dataset, IterDataPipe):
+        _require_no_sharding_filter(dataset)
     huggingface = sys.modules.get("datasets")
     if world.size == 1 or huggingface is None or not isinstance(dataset, huggingface.IterableDataset):
         return dataset
@@ -205,9 +209,19 @@ def this_ranks_part(dataset: Any, world: Topology) -> Any:
         list(_sources(dataset._ex_iterable)),
         "sort its files, and give shuffle a seed: dataset.shuffle(seed=0), or what makes it on every rank",
     )
-    if dataset._distributed is not None:  # the program has split it
+    if RANKS.size() == world.size:
+        RANKS.together(lambda: _require_split_for(dataset._distributed, world))
+    if dataset._distributed is not None:
         return dataset
     return importlib.import_module("datasets.distributed").split_dataset_by_node(dataset, world.rank, world.size)
+
+
+def _require_split_for(split: Any, world: Topology) -> None:
+    if split is not None and (split.rank, split.world_size) != (world.rank, world.size):
+        raise InvalidArgumentError(
+            f"the data set was split for rank {split.rank} of {split.world_size}, and this is rank {world.rank} of "
+            f"{world.size}; leave split_dataset_by_node out, shard calls it."
+        )
 
 
 def _sources(examples: Any) -> Iterator[str]:
@@ -222,6 +236,20 @@ def _sources(examples: Any) -> Iterator[str]:
     for inner in getattr(examples, "ex_iterables", [getattr(examples, "ex_iterable", None)]):
         if inner is not None:
             yield from _sources(inner)
+
+
+def _require_no_sharding_filter(pipe: Any) -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    graph = [traverse_dps(pipe)]
+    while graph:
+        for part, inner in graph.pop().values():
+            graph.append(inner)
+            if hasattr(part, "apply_sharding"):
+                raise InvalidArgumentError(
+                    "sharding_filter deals out samples by torch.distributed, which this job does not have: every rank "
+                    f"would read all of them. Leave it out. {EVERY_NTH}"
+                )
 
 
 @contextlib.contextmanager

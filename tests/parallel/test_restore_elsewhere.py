@@ -92,17 +92,27 @@ def numbers(model: Any) -> dict[str, list[Any]]:
 
 
 @on_ranks("torch", n=2)
-def test_what_does_not_fit_is_named_and_changes_nothing(hk, world, tmp_path):
+def test_a_part_of_a_model_is_restored_and_the_rest_named(hk, world, everyone, tmp_path):
     import torch
 
-    store = hk.Checkpoints(tmp_path / "whole")
-    store.save(base(1), step=1)
-    model = base(2, head=5)
+    store, whole = hk.Checkpoints(tmp_path / "whole"), base(1)
+    store.save(whole, step=1)
+    model = base(2 + world.rank, head=5)
     model["more"] = torch.nn.Linear(1, 1)
     before = numbers(model)
     told = message(lambda: store.restore(model))
     assert "head.bias is (2,), not (5,)" in told and "it lacks more.bias" in told and "strict=False" in told
     assert numbers(model) == before
+    saved = store.restore(model, strict=False)
+    assert saved.missing == ("head.bias", "head.weight", "more.bias", "more.weight")
+    assert saved.unexpected == ("head.bias", "head.weight")
+    assert {name: numbers(model)[name] for name in ("body.weight", "norm.bias")} == {
+        name: numbers(whole)[name] for name in ("body.weight", "norm.bias")
+    }
+    assert len({json.dumps(one) for one in everyone(numbers(model))}) == 1  # also what was not in the checkpoint
+    assert "no name and shape is in both" in message(lambda: store.restore(torch.nn.Linear(7, 7), strict=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "leave the optimizer out" in message(lambda: store.restore(model, optimizer, strict=False))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

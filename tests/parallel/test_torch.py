@@ -242,3 +242,24 @@ def test_fit_on_every_sample_is_that_of_one_process(hk, world, alone):
     expected = alone(fit, batch_size=8, base_lr=0.2, remainder="exact")
     found = fit(hk, batch_size=4, base_lr=0.1, remainder="exact")
     assert found["weights"] == pytest.approx(expected["weights"], rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@on_ranks("torch", n=2)
+def test_fit_in_mixed_precision_learns_what_it_learns_without(hk, world, precision):
+    import torch
+
+    def one(precision):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        x, y = make_data().tensors
+        data = torch.utils.data.TensorDataset(x.float(), y)
+        settings = {"epochs": 4, "batch_size": 4, "base_lr": 0.1, "kind": "cpu", "precision": precision}
+        history = hk.fit(model, torch.optim.SGD, torch.nn.CrossEntropyLoss(), data, **settings)
+        hk.check_agreement(model, None, world)
+        return [epoch["loss"] for epoch in history], next(model.parameters()).dtype
+
+    (losses, kind), (exact, _) = one(precision), one("fp32")
+    assert kind == torch.float32 and losses != exact and losses == pytest.approx(exact, rel=0.02)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="precision must be one of fp32, bf16, fp16, got 'fp8'"):
+        one("fp8")

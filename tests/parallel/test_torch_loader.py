@@ -393,6 +393,7 @@ def test_a_loader_says_what_programs_ask_of_it(hk, world):
 def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
     import torch
     from torch.utils import data
+    from torch.utils.data.datapipes.iter import IterableWrapper
 
     class Endless(data.Dataset):
         def __getitem__(self, number: int) -> Any:
@@ -412,6 +413,7 @@ def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
         (Endless(), {}, r"a data set with a length, got Endless; .*Subset\(dataset, range\(n\)\)"),
         (iter([1]), {}, r"list_iterator can only be iterated\. .*islice\(source, world.rank, None, world.size\)"),
         ((np.zeros((9, 2)), np.zeros(9)), {}, r"2 arrays, which PyTorch takes for 2 samples; .*TensorDataset"),
+        (IterableWrapper(range(9)).sharding_filter(), {}, "sharding_filter deals out .* by torch.distributed"),
         (data.DataLoader(ten, 2), {}, r"got a DataLoader; .*shard\(loader.dataset, world, batch_size"),
         (hk.shard(ten, world, 2), {}, "got a ShardedLoader"),
     ):
@@ -488,5 +490,7 @@ def test_huggingface_streams_give_each_sample_once(hk, world, everyone):
             require_each_once(everyone([(x["x"].tolist(), w.tolist()) for x, w in loader]), list(range(60)))
         with pytest.raises(hvdkit.AgreementError, match=r"the random state .* dataset\.shuffle\(seed=0\)"):
             hk.shard(stream.shuffle(seed=world.rank), world, 4)
+        with pytest.raises(hvdkit.HvdkitError, match=rf"was split for rank 0 of {world.size}, and this is rank"):
+            hk.shard(split(stream, 0, world.size), world, 4)
     with pytest.raises(hvdkit.AgreementError, match=r"Dataset\[\d+\] is {'x': \d+} on rank 0 and"):
         hk.shard(whole.train_test_split(test_size=0.2, seed=world.rank)["train"], world, 4)

@@ -153,6 +153,15 @@ def statistics(model: Any, world: Any, step: int) -> None:
         model.other(x)
 
 
+def observed(model: Any, world: Any, step: int) -> None:
+    import torch
+
+    observers = pytest.importorskip("torch.ao.quantization")
+    if step == 0:
+        model.observer = observers.MovingAverageMinMaxObserver()
+    model.observer(torch.rand(8, 6) * (1 + world.rank))
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("change", "told"),
@@ -170,6 +179,7 @@ def statistics(model: Any, world: Any, step: int) -> None:
         (of_the_same_bits, ""),
         (rounded_otherwise, ""),
         (statistics, ""),
+        (observed, ""),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
@@ -182,6 +192,24 @@ def test_what_no_gradient_trains(hk, world, change, told):
         assert not failure
         assert len(said) == bool(told and world.is_root), said
         assert all(told in one for one in said)
+
+
+@on_ranks("torch", n=2)
+def test_the_roots_buffers_before_each_forward(hk, world, everyone):
+    import torch
+
+    for change in (pruned, codebook):
+        assert trained(hk, world, change, buffers="each step") == ("", [])
+    model = net()
+    keep(model, torch.zeros(3))
+    for buffers, expected in (("each step", 0), ("once", world.rank)):
+        hk.broadcast_state(model, buffers=buffers)
+        for train, expected_now in ((True, expected), (False, world.rank)):
+            model.train(train).kept.fill_(world.rank)
+            model(torch.ones(1, 6))
+            assert model.kept.tolist() == [expected_now] * 3
+    with pytest.raises(hvdkit.InvalidArgumentError, match="buffers must be once or each step, got 'always'"):
+        hk.broadcast_state(model, buffers="always")
 
 
 def trained(hk: Any, world: Any, change: Any, **options: Any) -> tuple[str, list[str]]:

@@ -141,6 +141,7 @@ class ShardedStream:
             yield from self._steps(asked)
 
     def _steps(self, asked: _Sizes) -> Iterator[Any]:
+        """The batches of a pass, as the ranks agree on each."""
         batches = itertools.chain(self._loader, itertools.repeat((0, _NO_MARKS, None)))
         self._marks = [_NO_MARKS]  # in another pass a sample may be another rank's
         size, contents = self._next(batches, asked)

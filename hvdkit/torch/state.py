@@ -16,7 +16,7 @@ from hvdkit.core.communicator import OverHorovod, on_root
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.torch import seeds
-from hvdkit.torch.nested import Outline, Placing, flattened, is_dense, rebuilt
+from hvdkit.torch.nested import Outline, Placing, flattened, is_dense, on_host, rebuilt
 
 
 def tensorflow_at_work() -> Any:
@@ -299,13 +299,13 @@ class HostCopies:
                 return plain_number(item)
             if id(item) in copied:
                 return copied[id(item)]
-            own, kept = item.detach(), self._kept.get(path)
+            kept = self._kept.get(path)
             if not is_dense(item):
-                kept = own.clone().cpu()
-            elif kept is None or kept.shape != own.shape or kept.dtype != own.dtype:
-                kept = self._kept[path] = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                kept = on_host(item)
+            elif kept is None or kept.shape != item.shape or kept.dtype != item.dtype:
+                kept = self._kept[path] = on_host(item).contiguous()
             else:
-                kept.copy_(own)
+                kept.copy_(item.detach())
             copied[id(item)] = kept
             return kept
 

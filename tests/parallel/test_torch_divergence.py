@@ -331,6 +331,7 @@ def test_warnings_name_the_programs_own_line(hk, world):
     x = torch.ones(4, 3)
     plain = torch.optim.SGD(beside.parameters(), 0.1)
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.1), model)
+    hk.broadcast_state(model, optimizer)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(4):

@@ -46,7 +46,7 @@ def flattened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def on_host(tensor: Any) -> Any:
     """A copy of a tensor in the host's memory; of a subclass that is made of other tensors, one of copies of these."""
     if not is_traceable_wrapper_subclass(tensor):
-        return tensor.detach().clone().cpu()
+        return tensor.detach().to("cpu", copy=True)
     parts, context = tensor.__tensor_flatten__()
     copies = {part: on_host(getattr(tensor, part)) for part in parts}
     return type(tensor).__tensor_unflatten__(copies, context, tensor.shape, tensor.stride())

@@ -1,9 +1,7 @@
 """When exchanges of gradients begin and end: with a backward, also one within another, or with a step.
 
-All ranks take part in the exchanges that one of them has reached. Which a backward reaches may follow from the batch:
-an optimizer for each expert. Where a program has more than one, each rank says which it has reached before it waits, in
-a message that travels beside the gradients. That begins when all ranks have told each other, where they meet anyway,
-that they have made as many.
+Which exchanges a backward reaches may follow from the batch: an optimizer for each expert. All ranks take part in those
+that one of them has reached, and that each says in a message beside the gradients once all have made more than one.
 """
 
 from __future__ import annotations
@@ -142,9 +140,6 @@ class BackwardTracker:
         """A graph has reached an exchange; returns the number of the graph, which may be one within another.
 
         Of a model on several devices autograd has a thread for each: none may go on before the exchange has begun.
-
-        Raises:
-            InvalidArgumentError: another thread is in backward.
         """
         with self._lock:
             task = private.current_graph_task()

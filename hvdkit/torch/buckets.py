@@ -1,8 +1,7 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` lie in its memory, and behind them this rank's control word
-(``hvdkit.core.control``). After the allreduce every rank knows what all say, at the cost of no collective of its own.
-A step looks at all gradients of a bucket at once, by loops that run in C: models have thousands of small ones.
+(``hvdkit.core.control``). A step looks at all gradients of a bucket at once, by loops that run in C.
 """
 
 from __future__ import annotations
@@ -395,10 +394,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of a bucket, on a CPU in huge pages where the kernel has them.
-
-    Ranks of one host copy out of each other's memory, for which the kernel looks up page by page.
-    """
+    """Memory of a bucket, on a CPU in huge pages: ranks of one host copy out of each other's memory, page by page."""
     size = length * dtype.itemsize
     if device.type != "cpu" or size < _HUGE_PAGE // 4 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(length, dtype=dtype, device=device)

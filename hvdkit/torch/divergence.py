@@ -147,8 +147,7 @@ class Undistributed:
     Inner loops may have such an optimizer: it steps some times between two exchanges, and is then another one. Only
     gradients of backwards count: what a program assigned may be copies of averaged ones (master weights).
 
-    Attributes:
-        exchanges: how many backwards have reached what a distributed optimizer trains; the caller counts.
+    The caller counts ``exchanges``: how many backwards have reached what a distributed optimizer trains.
     """
 
     def __init__(self) -> None:

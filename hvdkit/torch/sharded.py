@@ -1,8 +1,7 @@
 """An optimizer whose state is divided among the ranks (ZeRO stage 1); the inside of ``distribute(shard_state=True)``.
 
 In a step every rank has the user's optimizer update its own pieces alone, and then gets the others' from their owners.
-The optimizer holds the user's parameters again when its step returns. Its state is that of the pieces: of a parameter
-itself where a rank has all of it, else of a stand-in.
+Its state is that of the pieces: of a parameter itself where a rank has all of it, else of a stand-in.
 """
 
 from __future__ import annotations

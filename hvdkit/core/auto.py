@@ -26,11 +26,7 @@ clock = time.perf_counter
 
 
 def kinds_of(*, bfloat16: bool) -> tuple[str, ...]:
-    """What is tried, fewest roundings first.
-
-    Args:
-        bfloat16: whether it can be added up.
-    """
+    """What is tried, fewest roundings first; ``bfloat16``: whether it can be added up."""
     return ("none", "bf16", "int8") if bfloat16 else ("none", "int8")
 
 
@@ -38,10 +34,9 @@ class CompressionTrial:
     """Of one ``distribute``; every rank makes the same calls.
 
     Args:
-        kinds: of compression, the first of which is "none" and each of which rounds more than the one before.
+        kinds: of compression; the first is "none", and each rounds more than the one before.
     Attributes:
-        kind: how gradients travel in the next exchange.
-        over: whether that stays.
+        kind: how gradients travel in the next exchange; it stays once the trial is ``over``.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:
@@ -84,12 +79,7 @@ class CompressionTrial:
         return decided
 
     def decide(self, found: Array, *, says: bool) -> None:
-        """Choose for all steps to come.
-
-        Args:
-            found: the minimum over the ranks of what they found.
-            says: whether this is the rank that says what is chosen.
-        """
+        """Choose for all steps to come, by the minimum over the ranks of what they found; one rank says it."""
         count = len(self._kinds)
         rounds = -found.reshape(-1, count)[_WARM_UP:]
         order = np.reshape(self._turns, (-1, count))[_WARM_UP:]

@@ -43,22 +43,13 @@ BACKGROUND_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PendingCollective:
-    """A collective on its way.
-
-    Attributes:
-        done: whether ``receive`` would return at once.
-        receive: waits, and returns what this rank gets.
-    """
+    """A collective on its way: whether ``receive`` would return at once, and what waits for what this rank gets."""
 
     done: Callable[[], bool]
     receive: Callable[[], Any]
 
     def wait(self, poll_s: float | None = None) -> Any:
-        """What this rank gets.
-
-        Args:
-            poll_s: seconds to sleep between two looks; None waits in the library, which takes a core.
-        """
+        """What this rank gets; with ``poll_s`` seconds of sleep between two looks: the library's wait takes a core."""
         while poll_s is not None and not self.done():
             time.sleep(poll_s)
         return self.receive()
@@ -101,12 +92,7 @@ class Communicator(ABC):
     def background(
         self, collective: str, name: str, poll_s: float = BACKGROUND_POLL_S, **options: Any
     ) -> Callable[[Array], Array]:
-        """A collective for a second thread, whatever the first one waits for; made in the first one, on all ranks.
-
-        Args:
-            name: that no other thread uses.
-            poll_s: see ``PendingCollective.wait``; ``options``: see ``start``.
-        """
+        """A collective for a second thread, by a name that no other uses; made in the first one, on all ranks."""
         return lambda array: self.start(collective, np.asarray(array), name, **options).wait(poll_s)
 
     def has_ended(self, error: Exception) -> bool:
@@ -125,14 +111,6 @@ class Communicator(ABC):
     def broadcast(self, values: Array, root: int, name: str) -> Array:
         """The root's values."""
         return self.run(BROADCAST, np.array(values, order="C"), name, root=root)  # type: ignore[no-any-return]
-
-    def reducescatter(self, values: Array, name: str) -> Array:
-        """This rank's share of the sum over all ranks; the first ranks get one row more, see ``shares``."""
-        return self.run(REDUCESCATTER, np.ascontiguousarray(values), name)  # type: ignore[no-any-return]
-
-    def alltoall(self, rows: Array, name: str, counts: Sequence[int] | None = None) -> Array:
-        """The rows that each rank has for this one, in rank order; for ``counts`` see ``start``."""
-        return self.run(ALLTOALL, np.ascontiguousarray(rows), name, counts=counts)  # type: ignore[no-any-return]
 
     # What is made of them ---------------------------------------------------------------------------------------------
 
@@ -179,11 +157,7 @@ class Communicator(ABC):
         return [part.view(array.dtype).reshape(array.shape) for array, part in zip(arrays, parts, strict=True)]
 
     def broadcast_variables(self, variables: Iterable[Any], value_of: Callable[[Any], Array], root: int) -> None:
-        """Give every rank the root's values of variables that have an ``assign``.
-
-        Args:
-            value_of: a variable's value on the host.
-        """
+        """Give every rank the root's values of variables that have an ``assign``; ``value_of``: one's on the host."""
         for bucket in _buckets(variables, value_of):
             received = self.broadcast_arrays([value for _, value in bucket], root)
             if self.rank() != root:
@@ -211,16 +185,7 @@ class Alone(Communicator):
     def size(self) -> int:
         return 1
 
-    def start(
-        self,
-        collective: str,  # noqa: ARG002
-        array: Array,
-        name: str,  # noqa: ARG002
-        *,
-        op: str = "sum",  # noqa: ARG002
-        root: int = 0,  # noqa: ARG002
-        counts: Any = None,  # noqa: ARG002
-    ) -> PendingCollective:
+    def start(self, collective: str, array: Array, name: str, **options: Any) -> PendingCollective:  # noqa: ARG002
         return PendingCollective(lambda: True, lambda: array)
 
     def broadcast_object(self, value: Any, name: str) -> Any:  # noqa: ARG002
@@ -228,13 +193,7 @@ class Alone(Communicator):
 
 
 class OverHorovod(Communicator):
-    """Over Horovod, for any framework whose tensors turn into NumPy arrays.
-
-    Args:
-        hvd: ``horovod.torch`` or ``horovod.tensorflow``.
-        tensor: makes that framework's tensor of a NumPy array, one with the same memory where it can.
-        process_set: between the ranks of this one alone; default: all.
-    """
+    """Over ``horovod.torch`` or ``horovod.tensorflow``; ``tensor`` makes that framework's tensor of a NumPy array."""
 
     def __init__(self, hvd: Any, tensor: Callable[[Any], Any], process_set: Any = None) -> None:
         self.hvd, self._tensor = hvd, tensor
@@ -286,26 +245,18 @@ class OverHorovod(Communicator):
 
 @dataclass(frozen=True, slots=True)
 class RepeatedCall:
-    """A collective over MPI of the same memory, again and again.
-
-    Attributes:
-        run: carries it out and waits.
-        begin: starts it, and returns MPI's request.
-        got: where this rank finds what it gets.
-    """
+    """A collective over MPI of the same memory, again and again."""
 
     run: Callable[[], object]
+    """Carries it out and waits."""
     begin: Callable[[], Any]
+    """Starts it, and returns MPI's request."""
     got: Array
+    """What this rank gets."""
 
 
 class OverMpi(Communicator):
-    """Over mpi4py, whose calls pair up in order and not by name.
-
-    Args:
-        comm: of the ranks.
-        mpi: ``mpi4py.MPI``.
-    """
+    """Over mpi4py (``mpi`` is ``mpi4py.MPI``), whose calls pair up in order and not by name."""
 
     def __init__(self, comm: Any, mpi: Any) -> None:
         self._comm, self._mpi = comm, mpi
@@ -321,18 +272,9 @@ class OverMpi(Communicator):
     def size(self) -> int:
         return int(self._comm.Get_size())
 
-    def start(
-        self,
-        collective: str,
-        array: Array,
-        name: str,  # noqa: ARG002
-        *,
-        op: str = "sum",
-        root: int = 0,
-        counts: Any = None,
-    ) -> PendingCollective:
+    def start(self, collective: str, array: Array, name: str, **options: Any) -> PendingCollective:  # noqa: ARG002
         self._in_order()
-        call = self.repeated(collective, array, op=op, root=root, counts=counts)
+        call = self.repeated(collective, array, **options)
         request = call.begin()
 
         def receive() -> Array:
@@ -419,10 +361,6 @@ def text_of(words: Words) -> str:
 def on_root(is_root: bool, action: Callable[[], Any], broadcast_object: Callable[[Any], Any]) -> Any:
     """Run ``action`` on the root and give every rank its result or its error, so that none waits for a failed one.
 
-    Args:
-        is_root: whether this rank is the root.
-        action: what only the root does; its result can be pickled.
-        broadcast_object: gives every rank the root's object; a collective, which pickles before it sends.
     Raises:
         HvdkitError: the one that the action raised, on every rank.
         RootError: on the other ranks, when it raised any other. The root raises that one itself.

@@ -45,12 +45,7 @@ _NOISE = 1 << 18
 
 
 class Packing(ABC):
-    """How one vector of gradients is packed.
-
-    Attributes:
-        length: of the vector.
-        row: bytes of one part.
-    """
+    """How one vector of gradients, of this ``length``, is packed: in a ``row`` of bytes for each rank's part."""
 
     length: int
     row: int
@@ -69,14 +64,7 @@ class Packing(ABC):
 
 
 class Halves(Packing):
-    """In half precision; added up in ``dtype``.
-
-    Args:
-        length: of the vector.
-        ranks: their number.
-        dtype: float32 or float64.
-        bfloat16: 8 bits and the range of float32, else float16: 11 bits, and infinite beyond 65504.
-    """
+    """In half precision, added up in ``dtype``: bfloat16, or float16, which is infinite beyond 65504."""
 
     def __init__(self, length: int, ranks: int, dtype: Any, *, bfloat16: bool) -> None:
         self.length, self._ranks, self._part = length, ranks, -(-length // ranks)
@@ -120,9 +108,6 @@ class Int8(Packing):
     stays what it is. The noise follows from the rank and from how often it was drawn: a training that goes on with what
     ``Kept`` has saved rounds as it would have.
 
-    Args:
-        length: of the vector.
-        rank, ranks: this one, and their number.
     Attributes:
         kept: what was rounded away and comes with the next gradient, float32 (length,).
         drawn: how often noise was drawn.
@@ -240,11 +225,7 @@ class Int8(Packing):
 
 
 def combine(run: Callable[[str, Array, str], Array], packing: Packing, values: Array, name: str, factor: float) -> None:
-    """Put the sum of all ranks' ``values`` times ``factor`` into them; a collective.
-
-    Args:
-        run: carries out an alltoall and an allgather of this name; see ``Communicator.run``.
-    """
+    """Put the sum of all ranks' ``values`` times ``factor`` into them by ``Communicator.run``; a collective."""
     received = run(ALLTOALL, packing.pack(values), f"{name}.parts")
     mine = packing.add_up(received, factor)
     packing.unpack(run(ALLGATHER, mine[None], f"{name}.mean"), values)
@@ -290,11 +271,7 @@ def new_packing(
     """A packing that goes on with what was kept of these gradients, here before or in a restored checkpoint.
 
     Args:
-        compression: "fp16", "bf16" or "int8".
-        pieces: name and size of each gradient in the vector; names are those of one gradient in a program, the same
-            when it runs again.
-        rank, ranks: among whom they are averaged.
-        dtype: in which halves are added up.
+        pieces: name and size of each gradient in the vector; names are the same when the program runs again.
         saves: whether these are all ranks of the job, and checkpoints hold what is kept.
     """
     length = sum(size for _, size in pieces)
@@ -338,14 +315,9 @@ def _known(name: str) -> tuple[Array, int]:
 
 
 def to_save(communicator: Communicator) -> dict[str, Array]:
-    """What the ranks keep, for a checkpoint: the mean, which every rank then has. A collective.
+    """What the ranks keep, for a checkpoint on any number of ranks: the mean, which every rank then has. A collective.
 
-    The sum over the ranks stays, and so does what is added to the next gradients. On as many ranks as before, or on
-    others, a training goes on with it as this one does.
-
-    Returns:
-        ``names``, ``sizes`` and ``drawn``, (gradients,), and their ``values`` one after another; empty where
-        some rank keeps none.
+    The sum over the ranks stays, and so does what is added to the next gradients. Empty where some rank keeps none.
     """
     names = sorted(_KEPT)
     fewest, most = communicator.allreduce([len(names), -len(names)], "hvdkit.kept.names", op="min").tolist()

@@ -48,13 +48,7 @@ NO_FLAGS = Flags()
 
 
 class ControlWord:
-    """Writes and reads the word beside some gradients.
-
-    Args:
-        gradients: their number, >= 0.
-    Attributes:
-        usual: the word of a rank that has all gradients and nothing to say, float32 (FLAGS + gradients,).
-    """
+    """Writes the word beside some gradients; ``usual`` is that of a rank that has all and nothing to say, float32."""
 
     def __init__(self, gradients: int) -> None:
         self.usual: npt.NDArray[np.float32] = np.zeros(FLAGS + gradients, dtype=np.float32)
@@ -64,13 +58,9 @@ class ControlWord:
         return len(self.usual)
 
     def write(self, word: Any, flags: Flags = NO_FLAGS, absent: Collection[int] = (), usual: Any = None) -> None:
-        """Write this rank's word.
+        """Write this rank's word into an array or tensor, (len(self),); ``absent``: which gradients are None here.
 
-        Args:
-            word: an array or tensor, (len(self),), that takes assignments.
-            flags: what it says, ``unusual`` left out.
-            absent: which gradients are None here.
-            usual: ``self.usual`` in the kind of ``word``, where that takes no NumPy array.
+        ``usual`` is ``self.usual`` in the kind of ``word``, where that takes no NumPy array.
         """
         word[:] = self.usual if usual is None else usual
         if absent or any(flags):
@@ -83,11 +73,7 @@ class ControlWord:
 
 
 def read_flags(word: Sequence[float], ranks: float = 1.0) -> Flags:
-    """What the ranks say, from the sum of their words.
-
-    Args:
-        word: that sum; where the mean was taken instead, ``ranks`` is their number.
-    """
+    """What the ranks say, from the sum of their words; where the mean was taken instead, ``ranks`` is their number."""
     return Flags(*(number * ranks for number in word[:FLAGS]))
 
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-
-def by_kind(kinds: Iterable[Hashable]) -> dict[Any, list[int]]:
-    """The positions of gradients that may share a message, by their kind: the type in which they travel, the device."""
-    groups: dict[Any, list[int]] = {}
-    for position, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(position)
-    return groups
 
 
 def in_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], limit: float) -> list[list[int]]:
@@ -39,12 +31,7 @@ def in_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], limit: float) ->
 
 
 def by_arrival(arrived: Mapping[Any, int], gradients: Sequence[Hashable]) -> list[int]:
-    """For each gradient when it is expected, to be sorted by: those that were seen, then the last layers first.
-
-    Args:
-        arrived: by gradient, its place in the order in which this rank's last ones came.
-        gradients: all, in the order of the model.
-    """
+    """For each gradient, in the order of the model, when it is expected: those that arrived, then last layers first."""
     last = len(arrived) + len(gradients)
     return [arrived.get(gradient, last - place) for place, gradient in enumerate(gradients)]
 

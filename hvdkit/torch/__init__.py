@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
@@ -15,10 +14,8 @@ from hvdkit.observe.torch_profile import profile
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
 from hvdkit.steps.epochs import steps_per_epoch
-from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.outer import average_weights, end_windows, group_of, wanted
-from hvdkit.steps.shard_state import require_alone
+from hvdkit.steps.outer import average_weights, end_windows
 from hvdkit.steps.topology import Topology
 
 try:
@@ -39,23 +36,21 @@ if not hasattr(hvd, "init"):
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
 
-from hvdkit.torch import beside_tensorflow, data, device, state, torchmetrics
-from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
+from hvdkit.torch import state, torchmetrics
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.backward import tell_how_many
-from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
-from hvdkit.torch.buckets import FUSION_BYTES, BucketLayout
-from hvdkit.torch.buffers import broadcast_each_step, end_each_step
+from hvdkit.torch.batch_norm import average_statistics, gather, sync_batch_norm
+from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
-from hvdkit.torch.copies import COPIES
+from hvdkit.torch.data import shard
 from hvdkit.torch.ddp import init_process_group
+from hvdkit.torch.device import Precision, pin_device
+from hvdkit.torch.divergence import broadcast_each_step, end_each_step
 from hvdkit.torch.elastic import ElasticState, run_elastic
-from hvdkit.torch.from_loader import Wanted
-from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
-from hvdkit.torch.outer import take_outer_steps
+from hvdkit.torch.optimizer import count_steps, distribute, forget_agreements, no_sync
 from hvdkit.torch.seeds import seed_everything
 from hvdkit.torch.sharded import gather_state
 from hvdkit.torch.state import RANKS
@@ -117,23 +112,7 @@ def init() -> Topology:
     return world
 
 
-# 2 ------------------------------------------------------------------------------------------------------------------
-
-
-def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) -> torch.device:
-    """Give this process one GPU, or its share of the CPU cores (step 2).
-
-    Args:
-        world: the job; ``local_rank`` and ``local_size`` are used.
-        kind: "auto" (a GPU where PyTorch sees one), "gpu" or "cpu".
-        threads: compute threads on the CPU; default: OMP_NUM_THREADS, else the usable cores divided by the ranks here.
-    Returns:
-        The device, already current (``torch.cuda.set_device``).
-    Raises:
-        InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where PyTorch sees none.
-        LauncherError: more processes on this host than GPUs.
-    """
-    return device.pin(world, kind, threads)
+# 2: pin_device is in device -------------------------------------------------------------------------------------------
 
 
 # 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------
@@ -163,89 +142,7 @@ def warmup(
     return rates.Warmup(optimizer, world, steps_per_epoch, epochs, rule, after)
 
 
-# 4 ------------------------------------------------------------------------------------------------------------------
-
-
-def distribute(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    *,
-    op: str = "average",
-    compression: str = "none",
-    backward_passes_per_step: int = 1,
-    gradient_predivide_factor: float = 1.0,
-    groups: int | list[list[torch.Tensor]] | None = None,
-    sparse_as_dense: bool = False,
-    process_set: Any = None,
-    bucket_mb: float = 4,
-    every: int | None = None,
-    outer: str = "nesterov",
-    outer_lr: float | None = None,
-    outer_momentum: float | None = None,
-    outer_overlap: int = 0,
-    shard_state: bool = False,
-) -> torch.optim.Optimizer:
-    """From now on ``.grad`` is the mean over all ranks when ``backward()`` returns (step 4); returns the optimizer.
-
-    It is the same object. Clip, unscale, accumulate, pass a closure as on one process. Gradients travel in buckets
-    while backward computes others. A parameter that no rank used keeps ``grad is None``; where some ranks used it, the
-    others count as zeros. The loss that a closure returns is averaged, too. Parameters that begin to train later, and
-    groups that are added, join at the next backward.
-
-    Args:
-        optimizer: any ``torch.optim`` optimizer.
-        model: names the gradients; must hold every parameter of the optimizer.
-        op, compression, backward_passes_per_step, gradient_predivide_factor: see ``GradientOptions``. As PyTorch
-            accumulates, the gradients of several passes are summed: divide the loss by their number for a mean.
-        groups: number of buckets, or lists of parameters that travel together; in the place of ``bucket_mb``.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: reduce only over these ranks (``horovod.torch.ProcessSet``); default: all.
-        bucket_mb: a bucket leaves from so many MB (1,000,000 bytes) on, when its gradients are there.
-        every: average gradients among the ranks of a host alone (of ``process_set``; "rank": not at all), and what
-            the weights have become over all ranks every so many steps (DiLoCo). ``compression`` is then that of the
-            weights. It is another guarantee: see docs/slow_networks.md, and ``average_weights``.
-        outer, outer_lr, outer_momentum, outer_overlap: see ``hvdkit.steps.outer.OuterOptions``.
-        shard_state: divide the optimizer's state among all ranks (ZeRO stage 1), so that each keeps 1 / size of it and
-            updates these numbers alone. Weights become what they become without. Of parameters in bfloat16 or float16
-            the state holds a float32 master copy, too. See docs/shard_state.md.
-
-    With op="adasum" it returns Horovod's own optimizer instead, whose ``step`` combines what the ranks' steps would do.
-
-    Raises:
-        InvalidArgumentError: bad options, an optimizer distributed twice or one whose state cannot be divided,
-            parameters that are not in the model, or one whose gradient cannot travel. In ``backward``: a gradient of
-            another kind than its parameter.
-        AgreementError: in ``backward``, on every rank: the ranks train different parameters.
-    """
-    layout = BucketLayout(bucket_mb, groups, sparse_as_dense)
-    divided = require_alone(shard_state, every=every, op=op, process_set=process_set)
-    how = {"compression": compression, "op": op, "process_set": process_set}
-    outer_options = wanted(every, outer, outer_lr, outer_momentum, outer_overlap, **how)
-    if outer_options is None:
-        options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-        return averaging.distributed(optimizer, model, options, layout, process_set, divided)
-    options = GradientOptions(op, "none", backward_passes_per_step, gradient_predivide_factor)
-    made = averaging.distributed(
-        optimizer, model, options, layout, group_of(starting.of(hvd, ""), state.RANKS, process_set, hvd)
-    )
-    take_outer_steps(made, model, outer_options)
-    return made
-
-
-def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Backwards in here keep their gradients on this rank; the first one after it averages the sum of all of them.
-
-    For gradient accumulation with fewer exchanges: ``with hk.no_sync(model): loss.backward()``, and the last one
-    without. Use it alike on every rank. No step is taken with gradients of one rank: ``step()`` exchanges what no
-    backward has.
-
-    Args:
-        model: whose optimizer, or optimizers, ``distribute`` has got.
-    Raises:
-        InvalidArgumentError: none of its parameters is in an optimizer that is distributed. In ``step``: gradients that
-            were changed, by clipping, while they were this rank's own.
-    """
-    return averaging.unsynchronized(model)
+# 4: distribute is in optimizer ---------------------------------------------------------------------------------------
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------
@@ -257,13 +154,12 @@ def broadcast_state(
     """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
 
     In place: the optimizer's groups, its states and the tensors in them stay the objects that a scheduler may hold.
+    After ``seed_everything`` PyTorch's generators move from the stream that all ranks share to this rank's own.
 
     Args:
         model: parameters and buffers are overwritten on all ranks but the root.
-        optimizer: its whole state (slots, step counters, learning rates) is overwritten too. An optimizer that has
-            not stepped has no state yet; unlike Horovod's own function this one does not take a step to make it, so
-            that the first step is the same as a single process's. After ``seed_everything`` PyTorch's generators move
-            from the stream that all ranks share to this rank's own.
+        optimizer: its whole state (slots, step counters, learning rates) is overwritten too. Unlike Horovod's own
+            function this one takes no step to make a state that is not there yet.
         root: rank to copy from.
         buffers: "once", or "each step": in training every rank also gets the root's buffers (not those registered with
             ``persistent=False``) before each forward of the model, as with DistributedDataParallel. Call it then
@@ -280,63 +176,19 @@ def broadcast_state(
         raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
     end_windows()
     tell_how_many(RANKS, hvd.global_process_set)
-    with COPIES.found_after(model):
-        state.broadcast(model, optimizer, root)
+    state.broadcast(model, optimizer, root)
     end_each_step(model)
     if buffers == "each step" and hvd.size() > 1:
         broadcast_each_step(model, root)
     if optimizer is not None:
-        averaging.count_steps(optimizer)
+        count_steps(optimizer)
         passes.look_at_weights(model, state.sample_of)
 
 
 # 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------
 
 
-# 7 ------------------------------------------------------------------------------------------------------------------
-
-
-def shard(
-    dataset: torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any],
-    world: Topology,
-    batch_size: int | None = None,
-    *,
-    remainder: str | None = None,
-    shuffle: bool | None = None,
-    seed: int = 0,
-    sampler: Iterable[int] | None = None,
-    **loader_options: Any,
-) -> Any:
-    """A ``DataLoader`` over this rank's part of the data set (step 7). Every rank calls it, as a collective.
-
-    Args:
-        dataset: map-style, with a length, the same on every rank; between epochs it may grow or shrink, alike on all.
-            Or an ``IterableDataset`` of unknown length that yields this rank's own samples: every rank then takes the
-            same number of steps, until the first rank cannot fill a batch ("drop") or until no rank has a sample left
-            ("exact"); seed and shuffle are its own affair. HuggingFace's ``IterableDataset`` is dealt out to the ranks,
-            and while one is read RANK and WORLD_SIZE are set, which webdataset's ``split_by_node`` asks for. Or a
-            ``DataLoader``: its data set, batch size and options are taken, and what is given here goes before them.
-        world: the job; rank and size are used.
-        batch_size: samples per step on one rank; default: that of the ``DataLoader``.
-        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
-            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
-            but a tensor, dict, named tuple or object is ``(batch, w)``. Default: "drop"; of a ``DataLoader`` without
-            ``drop_last`` "pad", as ``DistributedSampler`` does it.
-        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume. Default: True, or what
-            the ``DataLoader`` does.
-        seed: of the order, the same on every rank.
-        sampler: what draws the order in the place of ``shuffle``, such as ``WeightedRandomSampler``, for the whole
-            data set, all ranks together: its length is that of an epoch. See ``SampledShard``.
-        loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
-    Raises:
-        InvalidArgumentError: a data set or sampler without length, bad numbers, or an option that shard decides; over a
-            stream, on every rank: one that is empty or, with "drop", fills no batch on some rank.
-        AgreementError: the ranks' data sets hold other lists, arrays or tables; raised on every rank.
-        DataError: over a stream: the data set of another rank raised an error.
-    """
-    beside_tensorflow.refuse()
-    wanted = Wanted(dataset, batch_size, remainder, shuffle, sampler, loader_options)
-    return data.sharded(world, seed, wanted)
+# 7: shard is in data --------------------------------------------------------------------------------------------------
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
@@ -379,7 +231,7 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world:
     # Horovod makes its zeros there, and all ranks must reduce on one kind of device.
     on_gpu = next((parameter.device.index for parameter in model.parameters() if parameter.is_cuda), -1)
     last = int(hvd.join(on_gpu)) if world.size > 1 else 0
-    averaging.forget_agreements()
+    forget_agreements()
     broadcast_state(model, optimizer, root=last)
     return last
 
@@ -434,7 +286,7 @@ def fit(
     steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
     loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
-    computing = device.Precision(precision, target)
+    computing = Precision(precision, target)
     if checkpoints is not None:
         computing.go_on(checkpoints.restore(model, optimizer, loader=loader, schedule=schedule))
     history = []

@@ -10,9 +10,9 @@ import torch
 from hvdkit.steps import agreement, torch_tensors
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
-from hvdkit.torch.buffers import own_buffers
 from hvdkit.torch.data import require_sharded
-from hvdkit.torch.nested import flattened
+from hvdkit.torch.divergence import own_buffers
+from hvdkit.torch.nested import flattened, rebuilt
 from hvdkit.torch.state import RANKS, layout, model_tensors, state_of
 
 
@@ -97,17 +97,12 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
     """Slots and numeric settings (learning rate, ...) of an optimizer, by a name that all ranks share."""
     tensors: dict[str, torch.Tensor] = {}
 
-    def collect(prefix: str, value: Any) -> None:
+    def collect(value: Any, path: tuple[Any, ...]) -> None:
+        name = ".".join(map(str, ("optimizer", *path)))
         if isinstance(value, torch.Tensor):
-            tensors[prefix] = value.detach()
+            tensors[name] = value.detach()
         elif isinstance(value, (bool, int, float)):
-            tensors[prefix] = torch.tensor(value, dtype=torch.float64)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                collect(f"{prefix}.{key}", item)
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                collect(f"{prefix}.{index}", item)
+            tensors[name] = torch.tensor(value, dtype=torch.float64)
 
-    collect("optimizer", state_of(optimizer))
+    rebuilt(state_of(optimizer), collect)
     return tensors

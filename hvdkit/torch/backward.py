@@ -1,9 +1,7 @@
 """When exchanges of gradients begin and end: with a backward, also one within another, or with a step.
 
-All ranks take part in the exchanges that one of them has reached. Which a backward reaches may follow from the batch:
-an optimizer for each expert. Where a program has more than one, each rank says which it has reached before it waits, in
-a message that travels beside the gradients. That begins when all ranks have told each other, where they meet anyway,
-that they have made as many.
+Which exchanges a backward reaches may follow from the batch: an optimizer for each expert. All ranks take part in those
+that one of them has reached, and that each says in a message beside the gradients once all have made more than one.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -24,55 +22,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from hvdkit.core import listeners
-from hvdkit.core.control import Flags, said_by_some
+from hvdkit.core.control import said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import passes, torch_tensors
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.torch import divergence, private
 
-
-class ReachedExchange(Protocol):
-    """An exchange, as what begins and ends it sees it.
-
-    Attributes:
-        number: in the order in which the program has made them.
-        process_set: Horovod's.
-        place: how many of this process set were made before it.
-        exchanging: whether gradients travel, since it has begun.
-    """
-
-    number: int
-    process_set: Any
-    place: int
-    exchanging: bool
-
-    def begin(self) -> None: ...
-    def launch(self) -> None: ...
-    def send_empty(self) -> None: ...
-    def wait_all(self) -> Flags: ...
-    def finish(self, flags: Flags) -> None: ...
-    def in_flight(self) -> bool: ...
-    def norm(self) -> torch.Tensor: ...
-    def reset(self) -> None: ...
+if TYPE_CHECKING:
+    from hvdkit.torch.exchange import Exchange
 
 
 _FAILED = (
     "backward() ended with an error on some ranks, which went on without it; skip a step on every rank or on none: "
     "raise the error, or make batches that fit into memory."
 )
-_HELD: list[weakref.ref[Any]] = []
+_HELD: list[weakref.ref[Exchange]] = []
 _MADE: Counter[int] = Counter()
 _TOLD: dict[int, int] = {}
 """How many exchanges of a process set, by its id, each of its ranks has made as far as all know."""
 
 
-def exchanges() -> list[Any]:
+def exchanges() -> list[Exchange]:
     """Those whose parameters are still in use, in the order of their numbers; a WeakSet makes microseconds of it."""
     return [exchange for held in _HELD if (exchange := held()) is not None]
 
 
-def hold(exchange: ReachedExchange) -> int:
+def hold(exchange: Exchange) -> int:
     """Have an exchange among ``exchanges()``; returns its place."""
     _HELD[:] = map(weakref.ref, [*exchanges(), exchange])
     identity = exchange.process_set.process_set_id
@@ -81,11 +57,7 @@ def hold(exchange: ReachedExchange) -> int:
 
 
 def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
-    """Let the ranks know how many exchanges each has made, a collective; returns the highest of all ranks' numbers.
-
-    Args:
-        ranks: with ``gather``; see ``TorchRanks``.
-    """
+    """Let the ranks know how many exchanges each has made, a collective; returns the highest of all ranks' numbers."""
     identity = process_set.process_set_id
     told = np.stack(ranks.allgather(np.array([_MADE[identity], number]), "hvdkit.exchanges"))
     if (told[:, 0] == told[0, 0]).all():  # one more on some ranks is harmless, and says nothing of the others
@@ -93,13 +65,8 @@ def tell_how_many(ranks: Any, process_set: Any, number: int = 0) -> int:
     return int(told[:, 1].max())
 
 
-def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
-    """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers.
-
-    Raises:
-        AgreementError: backward ended with an error on some ranks; or see ``Exchange.finish``.
-        InvalidArgumentError: see there.
-    """
+def exchange_all(reached: Iterable[Exchange]) -> list[Exchange]:
+    """Average the gradients of what was reached, here or on another rank alone; returns these, by their numbers."""
     # All are launched before one is waited for: ranks may have reached them in another order.
     taken = list(reached)
     for exchange in taken:
@@ -118,7 +85,7 @@ def exchange_all(reached: Iterable[ReachedExchange]) -> list[ReachedExchange]:
     return taken
 
 
-def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
+def reached_elsewhere(reached: list[Exchange]) -> list[Exchange]:
     """Those that have begun on another rank, and not here; a collective where all ranks have made more than one."""
     exchanging = [exchange for exchange in reached if exchange.exchanging]
     sets = {exchange.process_set.process_set_id: exchange.process_set for exchange in exchanging}
@@ -141,12 +108,8 @@ def reached_elsewhere(reached: list[ReachedExchange]) -> list[ReachedExchange]:
     return [exchange for exchange in others if (exchange.process_set.process_set_id, exchange.place) in begun]
 
 
-def cancel(reached: list[ReachedExchange]) -> None:
-    """An error ended a backward that reached these: what is on its way, here or elsewhere, arrives for nothing.
-
-    Raises:
-        AgreementError: it ended on some ranks; on every rank, for the others wait for what this one has not sent.
-    """
+def cancel(reached: list[Exchange]) -> None:
+    """An error ended a backward that reached these: what is on its way, here or elsewhere, arrives for nothing."""
     if not any(exchange.in_flight() for exchange in reached):
         for exchange in reached:
             exchange.reset()
@@ -167,19 +130,16 @@ class BackwardTracker:
     """The exchanges that the backward which runs now has reached; they end with it, together."""
 
     def __init__(self) -> None:
-        self._reached: list[ReachedExchange] = []
+        self._reached: list[Exchange] = []
         self._thread = 0
         self._lock = threading.RLock()
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
-    def mark_ready(self, exchange: ReachedExchange, parameter: torch.Tensor) -> int:
+    def mark_ready(self, exchange: Exchange, parameter: torch.Tensor) -> int:
         """A graph has reached an exchange; returns the number of the graph, which may be one within another.
 
         Of a model on several devices autograd has a thread for each: none may go on before the exchange has begun.
-
-        Raises:
-            InvalidArgumentError: another thread is in backward.
         """
         with self._lock:
             task = private.current_graph_task()
@@ -210,12 +170,19 @@ class BackwardTracker:
     def end(self, end: _End) -> None:
         """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""
         node = private.current_node()
-        if node is not None:
-            self._end_with(node, end)
+        if node is None:
+            self._ends.discard(end)  # what an error leaves here is cancelled by the next backward
+            with torch.no_grad():
+                self._exchange()
             return
-        self._ends.discard(end)  # what an error leaves here is cancelled by the next backward
-        with torch.no_grad():
-            self._exchange()
+        # A callback can be queued at the end of the outer graph by a node after the one that is computed now.
+        after = next(following for following, _ in node.next_functions if following is not None)
+
+        def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
+            hook.remove()
+            self._queue_end()
+
+        hook = after.register_prehook(queue)
 
     def _exchange(self) -> None:
         heard = listeners.MONITORS or listeners.RECORDERS
@@ -230,16 +197,6 @@ class BackwardTracker:
             norms = [exchange.norm() for exchange in reached]  # of models that may be on several devices
             whole = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
             listeners.tell_norm(torch_tensors.LaterNumber(whole) if whole.is_cuda else whole)
-
-    def _end_with(self, node: Any, end: _End) -> None:
-        """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""
-        after = next(following for following, _ in node.next_functions if following is not None)
-
-        def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
-            hook.remove()
-            self._queue_end()
-
-        hook = after.register_prehook(queue)
 
 
 class _End:
@@ -270,26 +227,22 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
     found = exchanges()
     if not any(exchange.steps_as(optimizer) for exchange in found):
-        trained = lambda: [named for exchange in found for named in exchange.training()]  # noqa: E731
-        divergence.UNDISTRIBUTED.look(optimizer, trained)
+        divergence.UNDISTRIBUTED.look(optimizer, lambda one: any(exchange.has(one) for exchange in found))
     for exchange in found:
         exchange.take_fingerprint(optimizer)
-    if len(args) > 1 and callable(args[1]):
-        args = (args[0], _averaging(found, optimizer, args[1]), *args[2:])
-    elif callable(kwargs.get("closure")):
-        kwargs = {**kwargs, "closure": _averaging(found, optimizer, kwargs["closure"])}
-    else:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
         for exchange in found:
             exchange.step_by(optimizer)
-    return args, kwargs
-
-
-def _averaging(found: list[Any], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    return next((exchange.averaging(closure) for exchange in found if exchange.steps_as(optimizer)), closure)
+        return args, kwargs
+    averaging = next((exchange.averaging(closure) for exchange in found if exchange.steps_as(optimizer)), closure)
+    if len(args) > 1:
+        return (args[0], averaging, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaging}
 
 
 @private.eagerly
-def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     found = exchanges()
     if any(exchange.steps_as(optimizer) for exchange in found):
         passes.stepped()

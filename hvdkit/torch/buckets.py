@@ -1,8 +1,7 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` lie in its memory, and behind them this rank's control word
-(``hvdkit.core.control``). After the allreduce every rank knows what all say, at the cost of no collective of its own.
-A step looks at all gradients of a bucket at once, by loops that run in C: models have thousands of small ones.
+(``hvdkit.core.control``). A step looks at all gradients of a bucket at once, by loops that run in C.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -44,18 +43,10 @@ _LAYOUT = operator.attrgetter("layout")
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
-
-    Attributes:
-        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
-        groups: number of buckets of each type, or which parameters go together (the others: alone).
-        sparse_as_dense: whether sparse gradients become dense ones.
-    Raises:
-        InvalidArgumentError: a number out of range, or groups that are neither.
-    """
+    """How gradients are put into buckets; see ``hvdkit.torch.distribute``."""
 
     bucket_mb: float = 4
-    groups: int | list[list[torch.Tensor]] | None = None
+    groups: int | None = None
     sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:
@@ -63,66 +54,20 @@ class BucketLayout:
         if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
             raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
         groups = self.groups
-        if isinstance(groups, list):
-            members = [member for group in groups for member in group]
-            if not all(isinstance(member, torch.Tensor) for member in members):
-                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
-            if len(set(map(id, members))) < len(members):
-                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
-        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
+        if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise InvalidArgumentError(f"groups must be an integer >= 1, got {groups!r}.")
 
     def split(self, named: Named) -> Iterable[Named]:
         """The members of each bucket, in their order."""
-        groups = self.groups
-        kinds: list[Any] = [(parameter.dtype, parameter.device) for _, parameter in named]
-        if isinstance(groups, list):
-            group_of = {id(member): number for number, group in enumerate(groups) for member in group}
-            own = [group_of.get(id(parameter), name) for name, parameter in named]
-            found: Iterable[list[int]] = core_layout.by_kind(zip(own, kinds, strict=True)).values()
-        else:
-            sizes = [parameter.numel() * parameter.element_size() for _, parameter in named]
-            limit = 1e6 * self.bucket_mb if groups is None else sum(sizes) / groups
-            found = core_layout.in_buckets(kinds, sizes, limit)
+        kinds = [(parameter.dtype, parameter.device) for _, parameter in named]
+        sizes = [parameter.numel() * parameter.element_size() for _, parameter in named]
+        limit = 1e6 * self.bucket_mb if self.groups is None else sum(sizes) / self.groups
+        found = core_layout.in_buckets(kinds, sizes, limit)
         return [[named[place] for place in places] for places in found]
 
 
-class Members:
-    """Which parameters buckets were made of, and of what kinds they were.
-
-    Args:
-        named: these.
-    """
-
-    def __init__(self, named: Named) -> None:
-        self._names = [name for name, _ in named]
-        self._parameters = [weakref.ref(parameter) for _, parameter in named]
-        self._kinds = _kinds(named)
-
-    def living(self) -> list[tuple[str, Parameter]]:
-        """Those that are still in use, with their names."""
-        pairs = zip(self._names, (weak() for weak in self._parameters), strict=True)
-        return [(name, parameter) for name, parameter in pairs if parameter is not None]
-
-    def are(self, named: Named) -> bool:
-        """Whether these are the same."""
-        held = [weak() for weak in self._parameters]  # another parameter may have the id of one that is gone
-        same = len(held) == len(named) and all(old is new for old, (_, new) in zip(held, named, strict=True))
-        return same and _kinds(named) == self._kinds
-
-
-def _kinds(named: Named) -> list[tuple[Any, ...]]:
-    return [(each.dtype, each.device, each.shape, each.stride()) for _, each in named]
-
-
 class Reducer:
-    """Averages flat tensors, in place, over the ranks of a process set.
-
-    Args:
-        process_set: Horovod's.
-        compression: see ``GradientOptions``; may change between exchanges.
-        predivide: f: divide by f before and by size / f after the sum.
-    """
+    """Averages flat tensors over the ranks of a process set, in place; ``compression`` may change between exchanges."""
 
     def __init__(self, process_set: Any, compression: str, predivide: float) -> None:
         self.process_set, self.compression, self._predivide = process_set, compression, predivide
@@ -177,14 +122,7 @@ class Reducer:
 
 
 class FlatMean:
-    """A flat tensor that an allreduce averages.
-
-    Args:
-        handle: Horovod's.
-        carried: what travels.
-        flat: where the mean is put.
-        numbers: gradients in it; the control word follows.
-    """
+    """A flat tensor that an allreduce averages: ``numbers`` gradients, and the control word behind them."""
 
     def __init__(self, handle: int, carried: torch.Tensor, flat: torch.Tensor, numbers: int) -> None:
         self._handle, self._carried, self._flat, self._numbers = handle, carried, flat, numbers
@@ -201,31 +139,6 @@ class FlatMean:
         return carried[self._numbers :, 0] if flat.is_complex() else carried[self._numbers :]
 
 
-class AnyBucket(Protocol):
-    """Gradients that leave together.
-
-    Attributes:
-        arrived: the id of each parameter whose gradient has come in this backward, again where it came again.
-        param_ids: of its parameters.
-        leaves_early: whether it may leave before backward has ended: no gradient of it has come twice in one.
-        on_gpu: whether each gradient's stream is to be noted by ``note_stream`` when it comes.
-    """
-
-    name: str
-    on_gpu: bool
-    param_ids: list[int]
-    arrived: list[int]
-    leaves_early: bool
-
-    def is_complete(self) -> bool: ...
-    def note_stream(self) -> None: ...
-    def launch(self, reducer: Reducer, flags: Flags) -> None: ...
-    def finish(self) -> Flags: ...
-    def in_flight(self) -> bool: ...
-    def begin(self) -> None: ...
-    def send_empty(self, reducer: Reducer, flags: Flags) -> None: ...
-
-
 class Bucket:
     """Gradients of one type on one device, side by side in memory.
 
@@ -234,7 +147,9 @@ class Bucket:
         sparse_as_dense: whether sparse gradients become dense ones.
     Attributes:
         param_ids: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
-        arrived, leaves_early, on_gpu: see ``AnyBucket``.
+        arrived: the id of each parameter whose gradient has come in this backward, again where it came again.
+        leaves_early: whether it may leave before backward has ended: no gradient of it has come twice in one.
+        on_gpu: whether each gradient's stream is to be noted by ``note_stream`` when it comes.
         packings: how they travel where not as they are, one after another.
     """
 
@@ -312,22 +227,14 @@ class Bucket:
         self._sent = reducer.start(self._flat, self._numbers, self.name, self.packings)
 
     def pack(self, number: int, process_set: Any) -> None:
-        """Have its gradients travel in 8 bits.
-
-        Args:
-            number: of the exchange, for names that no other one's gradients have.
-        """
+        """Have its gradients travel in 8 bits; ``number``: of the exchange, for names of their own."""
         wide = 2 if self._flat.is_complex() else 1
         sizes = [wide * math.prod(shape) for shape, _, _ in self._where]
         names = [f"{number}.{name}" for name in self._names]
         self.packings = packings_of(names, sizes, process_set)
 
     def is_complete(self) -> bool:
-        """As many gradients have come as it has; whether it may leave before the end of backward.
-
-        Raises:
-            InvalidArgumentError: it had left already.
-        """
+        """As many gradients have come as it has; whether it may leave before the end of backward."""
         if self._sent is not None:
             raise InvalidArgumentError(
                 f"the gradient of {self._names[self.param_ids.index(self.arrived[-1])]} grew after it had been sent to "
@@ -354,11 +261,7 @@ class Bucket:
         return bool(others)
 
     def _take(self, flags: Flags) -> None:
-        """Put all gradients into their places, with zeros for those that this rank does not have.
-
-        Raises:
-            InvalidArgumentError: a gradient that cannot lie in a bucket.
-        """
+        """Put all gradients into their places, with zeros for those that this rank does not have."""
         came_on_others = self.on_gpu and self._wait_for_streams()
         places = range(len(self._views))
         if list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:  # ``.grad.data`` was assigned to
@@ -451,14 +354,10 @@ class Bucket:
 
     def _fitting(self, place: int) -> Parameter | None:
         """The parameter, if there still is one and it is what it was when the bucket was made."""
-        parameter, view = self._parameters[place](), self._views[place]
-        if parameter is None or (parameter.dtype, parameter.device, parameter.shape) != (
-            self._flat.dtype,
-            self._flat.device,
-            view.shape,
-        ):
-            return None
-        return parameter
+        parameter, flat = self._parameters[place](), self._flat
+        was = flat.dtype, flat.device, self._where[place][0]
+        fits = parameter is not None and (parameter.dtype, parameter.device, parameter.shape) == was
+        return parameter if fits else None
 
 
 def obstacle_to(parameter: Parameter) -> str | None:
@@ -495,10 +394,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of a bucket, on a CPU in huge pages where the kernel has them.
-
-    Ranks of one host copy out of each other's memory, for which the kernel looks up page by page.
-    """
+    """Memory of a bucket, on a CPU in huge pages: ranks of one host copy out of each other's memory, page by page."""
     size = length * dtype.itemsize
     if device.type != "cpu" or size < _HUGE_PAGE // 4 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(length, dtype=dtype, device=device)

@@ -22,12 +22,14 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints, Write
-from hvdkit.torch import seeds, sharded_saved, state
+from hvdkit.torch import seeds, sharded, state
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import rebuilt
 from hvdkit.torch.schedule import Warmup, set_rate
 
+_CUDA_STATE = 16  # bytes of a GPU's generator
 _TRAINABLE = "trainable_only"  # in the manifest
+_UNFIT = (RuntimeError, ValueError, LookupError, OSError, EOFError, TypeError, AttributeError, pickle.UnpicklingError)
 
 
 class Checkpoints(ModelCheckpoints["Saved | None"]):
@@ -202,11 +204,8 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         ((extra, trainable_only),) = more
         if extra is not None and not isinstance(extra, dict):
             raise InvalidArgumentError(f"extra must be a dict of what to save by name, got {type(extra).__name__}.")
-        states = (
-            state.model_state(model, trainable_only),
-            None if optimizer is None else state.state_of(optimizer),
-            extra,
-        )
+        slots = None if optimizer is None else state.state_of(optimizer)
+        states = state.model_state(model, trainable_only), slots, extra
         if self._writer is None:
             written: Saved = super()._put(on_disk, *(rebuilt(one, state.plain_number) for one in states))
             return written
@@ -229,15 +228,15 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], dict[str, Any]]:
         """Read both state dicts. Where putting them fails, the model is as before; see ``_of_this_model``."""
-        file, other_file = saved.path / "model.pt", saved.path / sharded_saved.FILE
+        file, other_file = saved.path / "model.pt", saved.path / sharded.FILE
         partly = saved.metadata.get(_TRAINABLE) is True
         contents, left = _of_this_model(file, _read_file(file, model), model, partly, **options)
         slots: Any = None if optimizer is None else _read_file(other_file, optimizer)
         if hasattr(optimizer, state.SHARDED):
             slots = {**slots, "state": {}}  # each rank reads its own
-        elif optimizer is not None and shard_state.files_in(saved.path, sharded_saved.FILE):
-            pieces = self._pieces(saved, optimizer)
-            slots = {**slots, "state": sharded_saved.SavedState(pieces).whole(state.parameters_of(optimizer))}
+        elif optimizer is not None and shard_state.files_in(saved.path, sharded.FILE):
+            whole = self._saved_state(saved, optimizer).whole(state.parameters_of(optimizer))
+            slots = {**slots, "state": whole}
 
         def put() -> dict[str, Any]:
             before = state.HostCopies().of("", state.model_state(model))
@@ -262,21 +261,18 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
         def write(directory: Path) -> Path:
             ranks = self._ranks()
-            file = directory / shard_state.file_of(sharded_saved.FILE, ranks.rank(), ranks.size())
+            file = directory / shard_state.file_of(sharded.FILE, ranks.rank(), ranks.size())
             _write_readable(file, divided.own_state(optimizer))
             return file
 
         return write
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
-        divided = getattr(optimizer, state.SHARDED)
-        loaded: Callable[[], None] = divided.loading(
-            optimizer, sharded_saved.SavedState(self._pieces(saved, optimizer))
-        )
-        return loaded
+        divided: sharded.ShardedOptimizer = getattr(optimizer, state.SHARDED)
+        return divided.loading(optimizer, self._saved_state(saved, optimizer))
 
-    def _pieces(self, saved: Saved, optimizer: Any) -> list[dict[str, Any]]:
-        return sharded_saved.saved_pieces(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
+    def _saved_state(self, saved: Saved, optimizer: Any) -> sharded.SavedState:
+        return sharded.saved_state(saved.path, lambda file: _read_file(file, optimizer, mmap=True))
 
     def _read_extra(self, directory: Path) -> Any:
         file = directory / "extra.pt"
@@ -301,7 +297,9 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
                 "without the optimizer."
             )
         if states is not None and self._has_this_size(saved):
-            _try_random_state(saved, states[self._ranks().rank()])
+            usual = random_state.BYTES + torch.get_rng_state().numel()
+            if len(states[self._ranks().rank()]) - usual not in (0, _CUDA_STATE):
+                raise CheckpointError(f"{saved.path} holds random states of another PyTorch.")
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         """uint8 (size, length)."""
@@ -332,24 +330,8 @@ def _set_random_state(own: Any) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(cuda.copy()))
 
 
-def _try_random_state(saved: Saved, own: Any) -> None:
-    """Raise CheckpointError unless this process's generators can be in a state."""
-    before = _random_state().numpy()
-    try:
-        _set_random_state(own)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{saved.path} holds random states of another PyTorch: {error}") from error
-    finally:
-        _set_random_state(before)
-
-
 def _write_readable(file: Path, contents: Any) -> None:
-    """Write what ``_read_file`` will be able to read.
-
-    Raises:
-        OSError: PyTorch could not write.
-        InvalidArgumentError: it holds what is not read again without running code of the file's.
-    """
+    """Write what ``_read_file`` will be able to read."""
     try:
         with file.open("wb") as opened:  # Python's own file says what went wrong, PyTorch's "unexpected pos"
             torch.save(contents, opened)
@@ -380,10 +362,7 @@ def _of_this_model(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What of a saved model is to be loaded, and the attributes of ``Saved`` that name what is not.
 
-    Args:
-        partly: it was saved with ``trainable_only``.
-    Raises:
-        CheckpointError: it does not fit the model.
+    Where ``partly`` it was saved with ``trainable_only``.
     """
     if not isinstance(saved, dict):
         raise CheckpointError(f"{file} holds no state dict.")
@@ -436,15 +415,6 @@ def _typed(dtype: Any) -> str:
 def _fitting(file: Path, target: Any) -> Iterator[None]:
     try:
         yield
-    except (
-        RuntimeError,
-        ValueError,
-        KeyError,
-        OSError,
-        EOFError,
-        TypeError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except _UNFIT as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} does not fit this {type(target).__name__}: {reason}") from error

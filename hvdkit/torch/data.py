@@ -1,61 +1,93 @@
-"""This rank's part of a data set: the inside of ``hvdkit.torch.shard``."""
+"""This rank's part of a data set: step 7."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import itertools
-import math
 import operator
-import traceback
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
-from hvdkit.errors import DataError, InvalidArgumentError, name_ranks
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import random_state
-from hvdkit.steps.numbers import whole
-from hvdkit.steps.same_data import fingerprint, require_same_data
+from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.seeds import integer, seed_python
-from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader, stream_weights
+from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
-from hvdkit.torch.from_loader import Wanted
-from hvdkit.torch.state import RANKS
-from hvdkit.torch.stream_sources import EVERY_NTH, known_rank, this_ranks_part
+from hvdkit.torch.state import RANKS, tensorflow_at_work
+from hvdkit.torch.streams import EVERY_NTH, ShardedStream, this_ranks_part, with_weight
 
 _INSTEAD = {
     "batch_sampler": "shard makes the batches; give what draws the samples as sampler=",
     "drop_last": "say what becomes of the last partial batch with remainder=",
 }
 
-_MOST_DRAWS = 2**31  # without an end, as in minGPT's num_samples=int(1e10), they would fill the memory
 
+def shard(
+    dataset: torch.utils.data.Dataset[Any],
+    world: Topology,
+    batch_size: int,
+    *,
+    remainder: str = "drop",
+    shuffle: bool = True,
+    seed: int = 0,
+    sampler: Iterable[int] | None = None,
+    **loader_options: Any,
+) -> Any:
+    """A ``DataLoader`` over this rank's part of the data set (step 7). Every rank calls it, as a collective.
 
-def sharded(world: Topology, seed: int, wanted: Wanted) -> ShardedLoader | ShardedStream:
-    """The inside of ``hvdkit.torch.shard``."""
+    Args:
+        dataset: map-style, with a length, the same on every rank; between epochs it may grow or shrink, alike on all.
+            Or an ``IterableDataset`` of unknown length that yields this rank's own samples: every rank then takes the
+            same number of steps, until the first rank cannot fill a batch ("drop") or until no rank has a sample left
+            ("exact"); seed and shuffle are its own affair. HuggingFace's ``IterableDataset`` is dealt out to the ranks,
+            and while one is read RANK and WORLD_SIZE are set, which webdataset's ``split_by_node`` asks for.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
+            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
+            but a tensor, dict, named tuple or object is ``(batch, w)``.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+        seed: of the order, the same on every rank.
+        sampler: what draws the order in the place of ``shuffle``, such as ``WeightedRandomSampler``, for the whole
+            data set, all ranks together: its length is that of an epoch. See ``SampledShard``.
+        loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+    Raises:
+        InvalidArgumentError: a data set or sampler without length, bad numbers, or an option that shard decides; over a
+            stream, on every rank: one that is empty or, with "drop", fills no batch on some rank.
+        AgreementError: the ranks' data sets hold other lists, arrays or tables; raised on every rank.
+        DataError: over a stream: the data set of another rank raised an error.
+    """
+    if not hvd.is_initialized() and tensorflow_at_work() is not None:
+        raise InvalidArgumentError(
+            "shard of hvdkit.torch was called where hvdkit.tensorflow, or hvdkit.keras on its tensorflow backend, has "
+            "connected the ranks; give that one's shard arrays or a tf.data.Dataset, or set KERAS_BACKEND=torch."
+        )
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise InvalidArgumentError(
+            f"shard makes the loader, and got a {type(dataset).__name__}; give it the data set and the loader's "
+            "options: shard(loader.dataset, world, batch_size, num_workers=..., collate_fn=...)."
+        )
     for name, instead in _INSTEAD.items():
-        if name in wanted.options:
+        if name in loader_options:
             raise InvalidArgumentError(f"shard takes no {name}: {instead}.")
-    dataset, sampler, batch_size, remainder = wanted.dataset, wanted.sampler, wanted.batch_size, wanted.remainder
     if isinstance(dataset, torch.utils.data.IterableDataset):
         if sampler is not None:
             raise InvalidArgumentError("an IterableDataset decides its order itself; leave sampler out.")
-        return ShardedStream(this_ranks_part(dataset, world), world, batch_size, remainder, **wanted.options)
+        return ShardedStream(this_ranks_part(dataset, world), world, batch_size, remainder, **loader_options)
     samples = _length(dataset) if sampler is None else _draws(sampler)
     for held in (dataset, *([] if sampler is None else [sampler])):  # before an error of this rank alone
         require_same_data(RANKS, world, held)
-    order = (samples, world, batch_size, remainder, wanted.shuffle, seed)
+    order = (samples, world, batch_size, remainder, shuffle, seed)
     share = Shard(*order) if sampler is None else SampledShard(*order, sampler=sampler)
-    return ShardedLoader(dataset, share, **wanted.options)
+    return ShardedLoader(dataset, share, **loader_options)
 
 
 def _length(dataset: Any) -> int:
@@ -85,18 +117,12 @@ def _draws(sampler: Any) -> int:
             "shard has shuffle, seed and, for drop_last, remainder."
         )
     try:
-        draws = len(sampler)
+        return len(sampler)
     except (TypeError, NotImplementedError):
         raise InvalidArgumentError(
             f"shard needs a sampler with a length, got {type(sampler).__name__}; give it a __len__: the number of "
             "samples that it draws for an epoch."
         ) from None
-    if draws > _MOST_DRAWS:
-        raise InvalidArgumentError(
-            f"{type(sampler).__name__} draws {draws} samples for an epoch, whose order is held in memory; let it draw "
-            f"fewer, at most {_MOST_DRAWS}, and loop over the loader again for the next epoch."
-        )
-    return draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +140,7 @@ class SampledShard(Shard):
     sampler: Any = ()
 
     def order(self, epoch: int) -> Indices:
-        """The indices that the sampler draws for ``epoch``, int64 (n_samples,).
-
-        Raises:
-            InvalidArgumentError: a negative epoch, something else than indices, or not as many as its length.
-        """
+        """The indices that the sampler draws for ``epoch``, int64 (n_samples,)."""
         with _drawing_alike(np.random.SeedSequence([self.seed, epoch]), getattr(self.sampler, "generator", None)):
             drawn = list(self.sampler)
         name = type(self.sampler).__name__
@@ -170,15 +192,6 @@ class EpochBatches(torch.utils.data.Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch.indices.tolist() for batch in self.plan())
-
-
-def with_weight(contents: Any, weight: float, samples: int) -> Any:
-    """A batch and its samples' weights, float64 (m,): a float32 cannot hold 6/5.
-
-    A plain tuple or list becomes ``(x, y, w)``; all else (a tensor, dict, named tuple, object) ``(batch, w)``.
-    """
-    weights = torch.full((samples,), weight, dtype=torch.float64)
-    return (*contents, weights) if type(contents) in (list, tuple) else (contents, weights)
 
 
 def _with_weights_of_1(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -246,184 +259,6 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
             pairs = zip(batches, self._batches.plan(), strict=True)
             batches = (with_weight(contents, batch.weight, len(batch.indices)) for contents, batch in pairs)
         return begun.counting(batches, lambda: not torch.is_grad_enabled())
-
-
-_NO_MARKS = np.zeros((0, 2), dtype=np.int64)
-_MOST_MARKS, _FEW_MARKS = 2**17, 16
-"""Fingerprints of all ranks that are compared, and up to which two equal ones may be chance within an epoch."""
-
-
-class _Counted:
-    """A ``collate_fn`` that also says of how many samples the batch is, whatever its form, and their fingerprints.
-
-    Attributes:
-        marked: how many more samples get a fingerprint in this process.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate, self.marked = collate, 2**13
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any, Any]:
-        worker = torch.utils.data.get_worker_info()
-        marks = [(worker.id if worker else 0, fingerprint(one)) for one in samples[: self.marked]]
-        self.marked -= len(marks)
-        return len(samples), np.array(marks, dtype=np.int64).reshape(-1, 2), self._collate(samples)
-
-
-class _Sizes:
-    """What each rank says of its next batch, asked under a name that no other stream in use has."""
-
-    _used: ClassVar[set[str]] = set()
-    _unread: ClassVar[dict[str, int]] = {}  # by name: the answers to what was asked in a loop that was left
-
-    def __enter__(self) -> _Sizes:
-        names = (f"hvdkit.stream.{number}" for number in itertools.count())
-        self._name = next(name for name in names if name not in self._used)
-        self._used.add(self._name)
-        with contextlib.suppress(KeyError, HorovodInternalError):  # of a Horovod that was started anew since
-            hvd.synchronize(self._unread.pop(self._name))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._used.discard(self._name)
-
-    @torch.inference_mode(False)
-    def ask(self, size: int) -> None:
-        mine = torch.tensor([size], dtype=torch.int64)
-        self._unread[self._name] = hvd.allgather_async(mine, name=self._name)
-
-    @torch.inference_mode(False)
-    def answers(self) -> list[int]:
-        sizes: list[int] = hvd.synchronize(self._unread.pop(self._name)).tolist()
-        return sizes
-
-
-class _Copies:
-    """Warns where several ranks or DataLoader workers read the same samples, since each reads the stream as a whole."""
-
-    def __init__(self) -> None:
-        self._warned = False
-        self._compare_at: float = 0  # step of a pass; never again after a complete one
-
-    def begin(self) -> None:
-        """A pass begins; in another one a sample may be another rank's."""
-        self._marks = [_NO_MARKS]
-        self._compare_at = 0 if self._compare_at < math.inf else math.inf
-
-    def add(self, marks: Any) -> None:
-        """Note what this rank has read: the worker that read a sample, and its fingerprint, int64 (m, 2)."""
-        if self._compare_at < math.inf:
-            self._marks.append(marks)
-
-    def compare(self, step: int, *, ended: bool) -> None:
-        """What all ranks have read, now and then in the first complete pass, and at its end; a collective."""
-        if step != self._compare_at and not (ended and self._compare_at < math.inf):
-            return
-        self._compare_at = math.inf if ended else 4 * step + 1
-        mine = np.concatenate(self._marks)[: max(64, _MOST_MARKS // hvd.size())]
-        mine = np.insert(mine, 0, hvd.rank(), axis=1)[mine[:, 1] > 0]
-        read = np.concatenate(RANKS.allgather(mine, "hvdkit.stream.copies"))
-        by_reader, readers = np.unique(read, axis=0), len(np.unique(read[:, :2], axis=0))
-        several, again = len(by_reader) - len(np.unique(by_reader[:, 2])), len(read) - len(by_reader)
-        # Data that repeat themselves do so within each reader, too; what is drawn with replacement repeats a little.
-        copied = 5 * several >= len(read) > 0 and several > 4 * readers * again
-        if hvd.rank() == 0 and not self._warned and copied and (ended or len(read) > _FEW_MARKS):
-            self._warned = True
-            warnings.warn(
-                f"{several} of the {len(read)} samples that were read had been read by another rank or DataLoader "
-                "worker: the training sees copies; yield only the part of world.rank and "
-                "torch.utils.data.get_worker_info(), with webdataset nodesplitter=wds.split_by_node.",
-                stacklevel=4,
-            )
-
-
-class ShardedStream:
-    """Batches of this rank's own stream, the same number on every rank. Made by ``hvdkit.torch.shard``.
-
-    Before each step the ranks tell each other how many samples they have for it, while the step before computes.
-
-    Attributes:
-        dataset, batch_size, num_workers: as of a ``DataLoader``. It has no length: no rank knows that of the others.
-    """
-
-    def __init__(
-        self,
-        dataset: torch.utils.data.IterableDataset[Any],
-        world: Topology,
-        batch_size: int,
-        remainder: str,
-        **options: Any,
-    ) -> None:
-        batch_size = whole("batch_size", batch_size, 1)
-        if remainder not in ("drop", "exact"):
-            raise InvalidArgumentError(
-                f"remainder must be drop or exact for a data set of unknown length, got {remainder!r}."
-            )
-        self._collate = _Counted(options.pop("collate_fn", None) or torch.utils.data.default_collate)
-        # A worker's short last batch is no end of the stream: other workers still have batches.
-        options["drop_last"] = remainder == "drop"
-        self._loader = torch.utils.data.DataLoader(dataset, batch_size, collate_fn=self._collate, **options)
-        self._remainder, self._world = remainder, world
-        self._copies = _Copies()
-        self.dataset, self.batch_size, self.num_workers = dataset, batch_size, self._loader.num_workers
-
-    def __iter__(self) -> Iterator[Any]:
-        with _Sizes() as asked:
-            yield from self._steps(asked)
-
-    def _steps(self, asked: _Sizes) -> Iterator[Any]:
-        """The batches of a pass, as the ranks agree on each."""
-        batches = itertools.chain(self._loader, itertools.repeat((0, _NO_MARKS, None)))
-        self._copies.begin()
-        size, contents = self._next(batches, asked)
-        filler: tuple[int, Any] = 0, None
-        for step in itertools.count():
-            sizes = asked.answers()
-            self._require(sizes, contents, first=step == 0)
-            weights = stream_weights(sizes, self.batch_size, self._remainder)
-            self._copies.compare(step, ended=weights is None)
-            if weights is None:
-                self._collate.marked = 0
-                return
-            count, batch = (size, contents) if size else (filler[0], copy.deepcopy(filler[1]))
-            size, contents = self._next(batches, asked)
-            if self._remainder == "drop":
-                yield batch
-                continue
-            if size == 0 and filler[0] == 0:
-                filler = count, copy.deepcopy(batch)  # the loop may change what it gets
-            yield with_weight(batch, weights[hvd.rank()], count)
-
-    def _next(self, batches: Iterator[Any], asked: _Sizes) -> tuple[int, Any]:
-        try:
-            with known_rank(self._world):
-                size, marks, contents = next(batches)
-            self._copies.add(marks)
-        except Exception as error:
-            # A ring of the error and the frames that it came through would hold the loader, and PyTorch waits 5 s for
-            # each worker of one that is collected so: no variable of a frame holds the error.
-            if self.num_workers:
-                traceback.clear_frames(error.__traceback__)
-            size, contents = -1, [error]
-        asked.ask(size)
-        return size, contents
-
-    def _require(self, sizes: list[int], contents: Any, *, first: bool) -> None:
-        failed = [rank for rank, size in enumerate(sizes) if size < 0]
-        if hvd.rank() in failed:
-            raise contents.pop()
-        if failed:
-            raise DataError(f"the data set of {name_ranks(failed)} raised an error, which that rank shows.")
-        empty = [rank for rank, size in enumerate(sizes) if size == 0]
-        if first and empty and self._remainder == "exact":
-            raise InvalidArgumentError(
-                f"the data set of {name_ranks(empty)} is empty; give every rank at least one sample."
-            )
-        if first and empty:
-            raise InvalidArgumentError(
-                f"the data set of {name_ranks(empty)} does not fill one batch of {self.batch_size}; each DataLoader "
-                "worker fills batches of its own. Use smaller batches, fewer workers or remainder='exact'."
-            )
 
 
 _MADE = "what shard made of a map-style data set"  # a stream of unknown length has no position

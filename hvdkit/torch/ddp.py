@@ -1,18 +1,19 @@
-"""``torch.distributed`` under any launcher, for scripts with PyTorch's own DDP; needs no Horovod."""
+"""``torch.distributed`` under any launcher, for scripts with PyTorch's own DDP; Horovod need not be started."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import socket
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
@@ -23,6 +24,7 @@ from hvdkit.steps.hosts import own_address
 from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import private
+from hvdkit.torch.state import RANKS
 
 _stores: list[Any] = []  # rank 0's serves the others as long as the process lives
 _groups: list[Any] = []  # kept: freed by its last owner, a model in DDP, one can wait for a thread that needs the GIL
@@ -97,9 +99,9 @@ def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> mee
     """The ranks' hosts and where rank 0's store is, told over what this launcher, or the program before, has begun."""
     if bootstrap.can_meet(launched, environ):
         return bootstrap.meet(launched, environ, _serve, "ddp", timeout)
-    horovod = sys.modules.get("horovod.torch")
-    if horovod is not None and horovod.is_initialized():
-        return _meet_over(_HorovodComm(horovod))
+    if hvd.is_initialized():
+        broadcast = functools.partial(RANKS.broadcast_object, name="hvdkit.process_group")
+        return _meet_over(hvd.rank(), hvd.allgather_object, broadcast)
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -114,26 +116,14 @@ def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> mee
             f"{comm.Get_size()}: it was built with another MPI; run `pip install --force-reinstall --no-binary "
             "mpi4py mpi4py`."
         )
-    return _meet_over(comm)
+    return _meet_over(launched.rank, comm.allgather, comm.bcast)
 
 
-class _HorovodComm:
-    """What ``_meet_over`` asks of a communicator, of ``horovod.torch``."""
-
-    def __init__(self, horovod: Any) -> None:
-        self.Get_rank, self.allgather = horovod.rank, horovod.allgather_object
-        self._broadcast = horovod.broadcast_object
-
-    def bcast(self, value: Any, root: int) -> Any:
-        return self._broadcast(value, root, name="hvdkit.process_group")
-
-
-def _meet_over(comm: Any) -> meeting.Meeting:
-    by_rank = tuple(comm.allgather(socket.gethostname()))
-    alone = len(set(by_rank)) == 1
-    own = "127.0.0.1" if alone else own_address(*by_rank)
-    address = comm.bcast(own, root=0)
-    told = comm.bcast(_serve(address, by_rank) if comm.Get_rank() == 0 else None, root=0)
+def _meet_over(rank: int, gather: Callable[[str], list[str]], broadcast: Callable[[Any], Any]) -> meeting.Meeting:
+    by_rank = tuple(gather(socket.gethostname()))
+    own = "127.0.0.1" if len(set(by_rank)) == 1 else own_address(*by_rank)
+    address = broadcast(own)
+    told = broadcast(_serve(address, by_rank) if rank == 0 else None)
     return meeting.Meeting(by_rank, address, own, told)
 
 

@@ -1,4 +1,4 @@
-"""One GPU, or its share of the cores, for a PyTorch process; the inside of ``hvdkit.torch.pin_device``."""
+"""One GPU, or its share of the cores, for a PyTorch process (step 2)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.topology import Topology
 
 
-def pin(world: Topology, kind: str, threads: int | None) -> torch.device:
-    """See ``hvdkit.torch.pin_device``."""
+def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) -> torch.device:
+    """Give this process one GPU, or its share of the CPU cores (step 2).
+
+    Args:
+        world: the job; ``local_rank`` and ``local_size`` are used.
+        kind: "auto" (a GPU where PyTorch sees one), "gpu" or "cpu".
+        threads: compute threads on the CPU; default: OMP_NUM_THREADS, else the usable cores divided by the ranks here.
+    Returns:
+        The device, already current (``torch.cuda.set_device``).
+    Raises:
+        InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where PyTorch sees none.
+        LauncherError: more processes on this host than GPUs.
+    """
     device.require_wish(kind, threads)
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device.require_gpu(kind, visible, "PyTorch")

@@ -1,32 +1,35 @@
-"""What ``exchange`` looks at to see whether the ranks train apart."""
+"""What ``exchange`` looks at to see whether the ranks train apart: parameters, buffers, other optimizers."""
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.torch import private
-from hvdkit.torch.buckets import Named, Parameter, total_norm
-from hvdkit.torch.state import parameters_of
+from hvdkit.steps import torch_tensors
+from hvdkit.steps.untrained import Seen, UntrainedState
+from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
+from hvdkit.torch.buckets import Named, Parameter
+from hvdkit.torch.nested import flattened
+from hvdkit.torch.private import eagerly
+from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, parameters_of, plain_name
 
+_STATES: weakref.WeakKeyDictionary[torch.nn.Module, UntrainedState] = weakref.WeakKeyDictionary()
+_EACH_STEP: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+_OBSERVERS = ("torch.ao.quantization", "torchao.quantization")
 _PART = 1 << 22
 """Numbers that are looked at together: PyTorch copies them to float64."""
-_MOVES, _LOOKS = 3, 50
-"""How often what nobody averages has moved when that is told; how often one looks: inner loops need not move it."""
-_ALIKE = 0.7
-"""Cosine above which gradients were copied from others; clipping by value turns them a little."""
-_PADDED = 1.05
-"""How many numbers flat memory may have for each of the gradients in it."""
-_AT_LIMIT = 2e-5
-"""How near a clipped norm is to its limit: ``clip_grad_norm_`` adds 1e-6 to it."""
+_MOVES = 3
+"""How often what nobody averages has moved when that is told: inner loops need not move it."""
 _ALONE = 100
 """Steps of an optimizer after which it is no inner loop, though nothing has been averaged in between."""
 
@@ -66,61 +69,85 @@ def is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) 
     return now is not None and (now is not gradient or now._version != version)
 
 
-class Clipped:
-    """Warns of gradients that came from no backward and that a program clips, by this rank's own norm.
-
-    Clipping changes them in place, as ``copy_`` and ``add_`` do, and leaves their norm or their largest number at the
-    limit, a round number and the same one in the next step.
-    """
-
-    def __init__(self) -> None:
-        self._looks, self._limit = _LOOKS, math.nan
-
-    def look(self, gradients: list[torch.Tensor]) -> None:
-        """Of all parameters, before they are averaged."""
-        if not self._looks or not gradients or not all(gradient._version for gradient in gradients) or not can_look():
-            return
-        self._looks -= 1
-        dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        largest = max(float(gradient.abs().max()) for gradient in dense if gradient.numel())
-        limit = next(filter(_is_round, (float(total_norm(dense)), largest)), math.nan)
-        if math.isclose(limit, self._limit, rel_tol=_AT_LIMIT):
-            self._looks = 0
-            warnings.warn(
-                f"step() averages gradients that came from no backward(), and they look clipped to {limit:.2g}: each "
-                "rank clips by its own norm. Give .grad the mean over ranks by hvd.allreduce, and clip then.",
-                stacklevel=5,
-            )
-        self._limit = limit
+def own_buffers(model: torch.nn.Module) -> set[str]:
+    """Plain names of persistent buffers that are each rank's own: statistics, and spectral norm's vectors."""
+    found = set(local_statistics(model))
+    for prefix, module in model.named_modules():
+        names: set[str] = set()
+        kinds = [cls.__module__ for cls in type(module).__mro__]
+        if isinstance(module, _SpectralNorm) or any(kind.startswith(_OBSERVERS) for kind in kinds):
+            names.update(module._buffers)
+        elif not isinstance(module, SyncBatchNorm):
+            names.update(one for one in module._buffers if one.startswith(("running_", "moving_")))
+        if isinstance(module, _NormBase):
+            names.add("num_batches_tracked")
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                names.update((f"{hook.name}_u", f"{hook.name}_v"))
+        found.update(plain_name(f"{prefix}.{name}" if prefix else name) for name in names)
+    return found
 
 
-def _is_round(number: float) -> bool:
-    """Whether somebody chose it: it has two digits, such as 0.5, 40 or 0.25."""
-    return 0 < number < math.inf and math.isclose(number, float(f"{number:.1e}"), rel_tol=_AT_LIMIT)
+def untrained_of(model: torch.nn.Module) -> UntrainedState:
+    """What the ranks have seen of this model."""
+    if model not in _STATES:
+        _STATES[model] = UntrainedState(
+            "give every rank the root's by broadcast_state, once or with buffers='each step'",
+            "A buffer that each rank is to have for itself is registered with persistent=False.",
+            stacklevel=11,
+        )
+    return _STATES[model]
 
 
-def warn_of_clipping_hooks(named: Named) -> None:
-    """Of hooks that clip a parameter's gradient before it is averaged; by their names, and by those that they use."""
-    for name, one in named:
-        for hooks in (private.hooks_before(one), private.gradient_hooks(one)):
-            if any(map(private.names_clipping, (hooks or {}).values())):
-                warnings.warn(
-                    f"a hook on {name} clips this rank's own gradient, and the mean of what is clipped is not what one "
-                    "process clips. Clip after backward(): torch.nn.utils.clip_grad_value_(model.parameters(), limit).",
-                    stacklevel=11,
-                )
-                return
+def look(model: torch.nn.Module | None) -> Seen:
+    """This rank's buffers and frozen weights, as far as they are to be those of every rank."""
+    if model is None:
+        return Seen([], torch_tensors.digests([]))
+    own = own_buffers(model)
+    held = {} if model in _EACH_STEP else buffers_of(model, persistent=True)
+    shared = {name: one for name, one in held.items() if name not in own}
+    weights = {plain_name(name): one.detach() for name, one in model.named_parameters() if not one.requires_grad}
+    tensors = {layout(name, one): one for name, one in flattened({**shared, **weights}).items() if _is_plain(one)}
+    values = {}
+    for row in tensors.keys() & untrained_of(model).suspects.keys():  # on the host, with its epsilon
+        real = torch.view_as_real(tensors[row]) if tensors[row].is_complex() else tensors[row]
+        epsilon = torch.finfo(real.dtype).eps if real.is_floating_point() else 0.0
+        values[row] = real.detach().double().cpu().numpy().copy(), epsilon
+    frozen = {layout(name, one) for name, one in flattened(weights).items()}
+    return Seen(list(tensors), torch_tensors.digests(list(tensors.values())), values, frozen)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    return dense and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(tensor)
+
+
+def broadcast_each_step(model: torch.nn.Module, root: int) -> None:
+    """Give every rank the root's persistent buffers before each forward of the model in training."""
+    end_each_step(model)
+
+    @eagerly
+    def before_forward(module: torch.nn.Module, args: Any) -> None:  # noqa: ARG001
+        if module.training and torch.is_grad_enabled():  # evaluation may be one rank's alone
+            broadcast_tensors(buffers_of(module, persistent=True).values(), root)
+
+    _EACH_STEP[model] = model.register_forward_pre_hook(before_forward)
+
+
+def end_each_step(model: torch.nn.Module) -> None:
+    """No longer do what ``broadcast_each_step`` has begun."""
+    handle = _EACH_STEP.pop(model, None)
+    if handle is not None:
+        handle.remove()
 
 
 class Undistributed:
     """Warns of an optimizer that steps, beside distributed ones, with gradients that nobody averages.
 
-    Inner loops may have such an optimizer: it steps some times between two exchanges, and is then another one.
-    Gradients that no backward gave its parameters may be copies of averaged ones: master weights of another type, or in
-    one flat tensor.
+    Inner loops may have such an optimizer: it steps some times between two exchanges, and is then another one. Only
+    gradients of backwards count: what a program assigned may be copies of averaged ones (master weights).
 
-    Attributes:
-        exchanges: how many backwards have reached what a distributed optimizer trains; the caller counts.
+    The caller counts ``exchanges``: how many backwards have reached what a distributed optimizer trains.
     """
 
     def __init__(self) -> None:
@@ -129,8 +156,8 @@ class Undistributed:
         self._seen = weakref.WeakKeyDictionary()
         self._by_backward: set[int] = set()  # the parameters, by id, that a backward reached
 
-    def look(self, optimizer: torch.optim.Optimizer, averaged: Callable[[], Named]) -> None:
-        """An optimizer that was not distributed is about to step; ``averaged``: the parameters of those that were."""
+    def look(self, optimizer: torch.optim.Optimizer, averages: Callable[[Parameter], bool]) -> None:
+        """An optimizer that was not distributed is about to step; ``averages``: whether another one has a parameter."""
         if optimizer not in self._seen:
             for one in parameters_of(optimizer):
                 if one.requires_grad and one.is_leaf:
@@ -144,11 +171,8 @@ class Undistributed:
         if last == self.exchanges and alone + 1 < _ALONE:
             self._seen[optimizer] = last, times, alone + 1
             return
-        theirs = averaged()
-        held = {id(one) for _, one in theirs}
-        mine = [one for one in parameters_of(optimizer) if one.grad is not None and id(one) not in held]
-        assigned = [one for one in mine if id(one) not in self._by_backward]
-        own = len(mine) - (len(assigned) if _are_copies(assigned, theirs) else 0)
+        mine = [one for one in parameters_of(optimizer) if one.grad is not None and id(one) in self._by_backward]
+        own = sum(not averages(one) for one in mine)
         if not own or (last == self.exchanges and not (hvd.is_initialized() and hvd.size() > 1)):
             return
         times = _MOVES if last == self.exchanges else times + 1
@@ -162,84 +186,4 @@ class Undistributed:
             )
 
 
-def _are_copies(assigned: list[Parameter], averaged: Named) -> bool:
-    """Whether most gradients look like averaged ones, of another type, or are as many numbers in flat tensors.
-
-    Where the averaged ones are gone, nothing tells: they were what could be copied.
-    """
-    there = [one.grad.detach() for _, one in averaged if one.grad is not None and not one.grad.is_sparse]
-    mine = [one.grad.detach() for one in assigned if one.grad is not None and not one.grad.is_sparse]
-    numbers, theirs = sum(one.numel() for one in mine), sum(one.numel() for one in there)
-    if not mine or not there or (len(mine) < len(there) and theirs <= numbers <= _PADDED * theirs):
-        return True
-
-    def is_copy(one: torch.Tensor) -> bool:
-        flat = one.reshape(-1).double()
-        same = (other.reshape(-1).to(flat) for other in there if other.numel() == len(flat))
-        return not flat.any() or any(torch.cosine_similarity(flat, other, dim=0) > _ALIKE for other in same)
-
-    return 2 * sum(map(is_copy, mine)) > len(mine)
-
-
 UNDISTRIBUTED = Undistributed()
-
-
-class Within:
-    """Refuses parameters that move while backward computes: a hook steps by hand, with this rank's own gradients.
-
-    Attributes:
-        watched: what it looks at in this backward.
-    """
-
-    def __init__(self) -> None:
-        self.watched: list[weakref.ref[Parameter]] = []
-        self._fingerprints = fingerprints([])
-
-    def begin(self, trained: Named) -> None:
-        """A backward has reached these parameters."""
-        self.watched = [weakref.ref(parameter) for _, parameter in trained] if can_look() else []
-        self._fingerprints = self._look()
-
-    def end(self) -> None:
-        """It has ended.
-
-        Raises:
-            InvalidArgumentError: they are not what they were.
-        """
-        now = self._look()
-        self.watched = []
-        if not np.array_equal(now, self._fingerprints, equal_nan=True):
-            raise InvalidArgumentError(
-                "parameters moved within backward(), where gradients are this rank's own and the mean is not there "
-                "yet: a hook changes them; step after backward()."
-            )
-
-    def _look(self) -> npt.NDArray[np.float64]:
-        return fingerprints(parameter for weak in self.watched if (parameter := weak()) is not None)
-
-
-class ByHand:
-    """Warns where parameters move between gradients of ``torch.autograd.grad``, which nobody averages."""
-
-    def __init__(self) -> None:
-        self._looks, self._moved = _LOOKS, 0
-        self._fingerprints: npt.NDArray[np.float64] | None = None
-
-    def look(self, parameter: Parameter | None, *, first: bool) -> None:
-        """A gradient that no backward averages; ``first``: since gradients were averaged."""
-        if first:
-            self._moved, self._fingerprints = 0, None
-        if parameter is None or not self._looks or not can_look():
-            return
-        self._looks -= 1
-        now = fingerprints([parameter])
-        self._moved += self._fingerprints is not None and not np.array_equal(now, self._fingerprints)
-        self._fingerprints = now
-        if self._moved == _MOVES:
-            self._looks = 0
-            warnings.warn(
-                "the parameters move between gradients of torch.autograd.grad, which hvdkit does not average: only "
-                "backward() and step() do. Assign these gradients to .grad and call step(), or average them by "
-                "hvd.allreduce.",
-                stacklevel=6,
-            )

@@ -10,8 +10,7 @@ import contextlib
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,42 +20,46 @@ from hvdkit.torch.state import keeps_its_state_itself
 
 _NUMBERS = 8192  # of each tensor that is tried, more than a block of an 8-bit state
 _STEPS, _RATE = 3, 0.01
-Tensors = list[torch.Tensor]
-Groups = list[dict[str, Any]]
+Tensors = Sequence[torch.Tensor]
+Settings = list[dict[str, Any]]  # of parameter groups, such as a rate, which an optimizer may learn
 
 
 def works_on_numbers(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it does with each number what it would do without the others; False: with each parameter.
 
     Steps the same optimizer, with the same settings, on random tensors, as a whole and in parts.
-
-    Raises:
-        InvalidArgumentError: neither, or it is no optimizer whose state lies in ``state``.
     """
     name = type(optimizer).__name__
-    inner = [key for key, one in vars(optimizer).items() if isinstance(one, torch.optim.Optimizer)]
     reasons = {
-        "steps another one": bool(inner),
+        "steps another one": any(isinstance(one, torch.optim.Optimizer) for one in vars(optimizer).values()),
         "has a state_dict of its own": keeps_its_state_itself(optimizer),
         "changes parameters by its state in eval() and train()": hasattr(optimizer, "eval"),
     }
     for why in (why for why, holds in reasons.items() if holds):
         raise InvalidArgumentError(f"shard_state=True cannot divide the state of {name}, which {why}; leave it out.")
-    settings = _settings(optimizer)
-    tensors = [list(_tensors_like(parameters)) for _, parameters in settings]
-    groups = [group for group, _ in settings]
+    settings, tensors = _like_those_of(optimizer)
     try:
-        whole = _stepped(optimizer, groups, tensors, [0] * sum(map(len, tensors)))
+        whole, after = _stepped(optimizer, settings, tensors)
     except Exception as error:
         raise InvalidArgumentError(
             f"shard_state=True cannot divide the state of {name}: a step of it on other tensors ends with "
             f"{type(error).__name__}: {error}; leave it out."
         ) from error
     with contextlib.suppress(Exception):  # Muon's, for example, where it is given no matrix
-        if _alike(whole, _cut(optimizer, groups, tensors)):
+        cut = [[one.reshape(-1).tensor_split((3 * one.numel() // 8 + 1,)) for one in members] for members in tensors]
+        halves = [
+            _stepped(optimizer, settings, [[pair[side] for pair in members] for members in cut]) for side in (0, 1)
+        ]
+        joined = [torch.cat(pair) for pair in zip(*(parts for parts, _ in halves), strict=True)]
+        if _alike([one.reshape(-1) for one in whole], after, joined, [settings for _, settings in halves]):
             return True
     with contextlib.suppress(Exception):
-        if _alike(whole, _stepped(optimizer, groups, tensors, range(len(whole.tensors)))):
+        alone = [
+            _stepped(optimizer, settings, [[one] if members is own else [] for members in tensors])
+            for own in tensors
+            for one in own
+        ]
+        if _alike(whole, after, [one for parts, _ in alone for one in parts], [settings for _, settings in alone]):
             return False
     raise InvalidArgumentError(
         f"shard_state=True cannot divide the state of {name}: what it does with one parameter depends on others (it "
@@ -64,30 +67,22 @@ def works_on_numbers(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stepped:
-    """What tensors became, and by each optimizer what its groups hold beside them, such as a rate that it learns."""
-
-    tensors: Tensors
-    groups: list[Groups]
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Tensors]]:
-    """The groups that differ in their settings, with a learning rate that shows, and what they train."""
-    found: dict[str, tuple[dict[str, Any], Tensors]] = {}
+def _like_those_of(optimizer: torch.optim.Optimizer) -> tuple[Settings, list[Tensors]]:
+    """The groups that differ in their settings, with a learning rate that shows, and tensors like those of each."""
+    found: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}
     for group in optimizer.param_groups:
         kept = {key: value for key, value in group.items() if key != "params" and not key.startswith("param_names")}
         if "lr" in kept:
             kept["lr"] = torch.full_like(kept["lr"], _RATE) if isinstance(kept["lr"], torch.Tensor) else _RATE
         kind = repr({key: value for key, value in kept.items() if key != "initial_lr"})
         found.setdefault(kind, (kept, []))[1].extend(group["params"])
-    return list(found.values())
+    return [kept for kept, _ in found.values()], [list(_random_like(members)) for _, members in found.values()]
 
 
-def _tensors_like(parameters: Tensors) -> Iterator[torch.Tensor]:
-    """Two random tensors for each number of dimensions, type and device."""
+def _random_like(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Two random tensors for each number of dimensions, type and device; 16 bits would hide small differences."""
     seeded = torch.Generator().manual_seed(0)
-    kinds = {(one.dim(), _wide(one.dtype), one.device): None for one in parameters}
+    kinds = {(one.dim(), torch.promote_types(one.dtype, torch.float32), one.device): None for one in parameters}
     for dimensions, dtype, device in (*kinds, *kinds):
         shape = [1] * dimensions
         for axis in itertools.cycle(range(dimensions - 1, -1, -1)) if dimensions else ():
@@ -97,69 +92,32 @@ def _tensors_like(parameters: Tensors) -> Iterator[torch.Tensor]:
         yield torch.randn(shape, dtype=dtype, generator=seeded).to(device)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a rank updates parameters of a type."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _cut(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Tensors]) -> _Stepped:
-    """As ``_stepped`` by two optimizers, of which each has a part of every tensor."""
-    at = [[one.numel() * 3 // 8 + 1 if one.numel() > 1 else 1 for one in members] for members in tensors]
-    parts = [
-        [part for one, stop in zip(members, stops, strict=True) for part in one.reshape(-1).tensor_split((stop,))]
-        for members, stops in zip(tensors, at, strict=True)
-    ]
-    stepped = _stepped(optimizer, groups, parts, [0, 1] * sum(map(len, tensors)))
-    shapes = [one.shape for members in tensors for one in members]
-    pairs = zip(stepped.tensors[::2], stepped.tensors[1::2], shapes, strict=True)
-    return _Stepped([torch.cat((first, second)).reshape(shape) for first, second, shape in pairs], stepped.groups)
-
-
 def _stepped(
-    optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[Tensors], owners: Sequence[int]
-) -> _Stepped:
-    """What tensors become by optimizers like this one.
-
-    Args:
-        groups, tensors: settings, and what is trained with them.
-        owners: which of the optimizers has each of the tensors.
-    """
-    parameters = [[torch.nn.Parameter(one.clone()) for one in members] for members in tensors]
-    owner_of = dict(zip((id(one) for members in parameters for one in members), owners, strict=True))
-    devices = {one.device for members in tensors for one in members if one.is_cuda}
-    after: list[Groups] = []
-    with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
-        for owner in sorted(set(owners)):
-            stepping = _like(optimizer)
-            stepping.param_groups = [
-                {**group, "params": [one for one in members if owner_of[id(one)] == owner]}
-                for group, members in zip(groups, parameters, strict=True)
-            ]
-            step = inspect.unwrap(type(optimizer).step)  # whose wrapper tells everybody of a step
-            for number in range(_STEPS):
-                for one in (one for members in parameters for one in members if owner_of[id(one)] == owner):
-                    one.grad = torch.sin(one * (number + 2)) + one / 3
-                step(stepping)
-            after.append(stepping.param_groups)
-    return _Stepped([one.detach() for members in parameters for one in members], after)
-
-
-def _like(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer with the same attributes, which steps nothing yet, and of whose steps nobody hears."""
-    made: Any = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
+    optimizer: torch.optim.Optimizer, settings: Settings, tensors: Sequence[Tensors]
+) -> tuple[Tensors, Settings]:
+    """What the tensors of each group, and its settings, become by an optimizer like this one."""
+    stepping: Any = object.__new__(type(optimizer))
+    vars(stepping).update(vars(optimizer))
     for name in ("step", "add_param_group"):
-        vars(made).pop(name, None)
-    made.state = collections.defaultdict(dict)
-    return made
+        vars(stepping).pop(name, None)
+    stepping.state = collections.defaultdict(dict)
+    parameters = [[torch.nn.Parameter(one.clone()) for one in members] for members in tensors]
+    stepping.param_groups = [{**kept, "params": [*members]} for kept, members in zip(settings, parameters, strict=True)]
+    step = inspect.unwrap(type(optimizer).step)  # whose wrapper tells everybody of a step
+    trained = [one for members in parameters for one in members]
+    with torch.random.fork_rng(devices=list({one.device for one in trained if one.is_cuda})), torch.no_grad():
+        for number in range(_STEPS):
+            for one in trained:
+                one.grad = torch.sin(one * (number + 2)) + one / 3
+            step(stepping)
+    return [one.detach() for one in trained], stepping.param_groups
 
 
-def _alike(whole: _Stepped, parts: _Stepped) -> bool:
-    (groups,) = whole.groups
-    return all(map(_equal, whole.tensors, parts.tensors)) and all(
+def _alike(whole: Tensors, after: Settings, parts: Tensors, after_parts: list[Settings]) -> bool:
+    groups = [pair for settings in after_parts for pair in zip(after, settings, strict=True)]
+    return all(map(_equal, whole, parts)) and all(
         one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items() if key != "params")
-        for mine in parts.groups
-        for one, other in zip(groups, mine, strict=True)
+        for one, other in groups
     )
 
 

@@ -21,25 +21,13 @@ from hvdkit.core import layout as core_layout
 from hvdkit.core.control import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
-from hvdkit.steps.divergence import DivergenceCheck, next_due
+from hvdkit.steps.divergence import DivergenceCheck
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import divergence, private
 from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
-from hvdkit.torch.buckets import (
-    AnyBucket,
-    Bucket,
-    BucketLayout,
-    Members,
-    Named,
-    Parameter,
-    Reducer,
-    obstacle_to,
-    total_norm,
-)
-from hvdkit.torch.buffers import look, untrained_of
-from hvdkit.torch.copies import COPIES
-from hvdkit.torch.sparse import SparseGradient
+from hvdkit.torch.buckets import Bucket, BucketLayout, Named, Parameter, Reducer, obstacle_to, total_norm
+from hvdkit.torch.sparse import AnyBucket, SparseGradient
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 _NUMBERS = itertools.count()
@@ -62,12 +50,7 @@ def of_sparse_modules(model: torch.nn.Module) -> Iterator[Parameter]:
 
 
 def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[AnyBucket]:
-    """Buckets of parameters that train; at least one.
-
-    Args:
-        named: the parameters in the order in which backward produces their gradients.
-        sparse: the id of each parameter whose gradient is sparse.
-    """
+    """Buckets of parameters that train, at least one; ``sparse``: the ids of those whose gradient is sparse."""
     travel_alone = [] if layout.sparse_as_dense else [each for each in named if id(each[1]) in sparse]
     alone = {id(parameter) for _, parameter in travel_alone}
     dense = [each for each in named if id(each[1]) not in alone]
@@ -76,45 +59,47 @@ def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Any
     return made if any(isinstance(bucket, Bucket) for bucket in made) else [*made, Bucket([], layout.sparse_as_dense)]
 
 
-@dataclass(frozen=True, slots=True)
 class _Agreed:
-    """What all ranks train, and the buckets that were made of it.
+    """What all ranks train, and the buckets that were made of it; ``number`` is the same on every rank."""
 
-    Attributes:
-        members: this rank's parameters when they agreed.
-        number: the same on every rank, of this agreement's exchange.
-    """
+    def __init__(self, named: Named, number: int, buckets: list[AnyBucket]) -> None:
+        self.number, self.buckets = number, buckets
+        self._members = [(name, weakref.ref(parameter)) for name, parameter in named]
+        self._kinds = self._kinds_of(named)
 
-    members: Members
-    number: int
-    buckets: list[AnyBucket]
+    @staticmethod
+    def _kinds_of(named: Named) -> list[Any]:
+        return [(one.dtype, one.device, one.shape, one.stride()) for _, one in named]
+
+    def living(self) -> list[tuple[str, Parameter]]:
+        """Parameters that are still in use, with their names."""
+        return [(name, one) for name, weak in self._members if (one := weak()) is not None]
+
+    def is_of(self, named: Named) -> bool:
+        """Whether these are the same; another parameter may have the id of one that is gone."""
+        same = len(self._members) == len(named)
+        same = same and all(weak() is one for (_, weak), (_, one) in zip(self._members, named, strict=True))
+        return same and self._kinds_of(named) == self._kinds
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A parameter of an exchange, which its hooks hold: it must not hold them, or neither would ever be freed.
-
-    Attributes:
-        order: where it stands in the model.
-        sparse: whether its module says that its gradient is sparse.
-        hooks: handles; the first is of the one that says that its gradient is there.
-    """
+    """A parameter of an exchange, which its hooks hold: it must not hold them, or neither would ever be freed."""
 
     parameter: weakref.ref[Parameter]
     name: str
-    order: int
-    sparse: bool
-    hooks: list[Any]
+    order: int  # in the model
+    sparse: bool  # its module says that its gradient is
+    hooks: list[Any]  # handles; the first is of the one that says that its gradient is there
 
 
 class Exchange:
     """What one ``distribute`` does to its parameters: after every backward that reaches them, ``.grad`` is the mean.
 
-    Args:
-        optimizer: whose parameters, those that it is given later included.
-        model: names them.
-        options, layout: how.
-        ranks: Horovod's process set.
+    Attributes:
+        number: in the order in which the program has made them.
+        place: how many of this process set were made before it.
+        exchanging: whether gradients travel, since it has begun.
     """
 
     def __init__(
@@ -136,11 +121,8 @@ class Exchange:
         self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
         self._averaged = False
-        self._untrained = untrained_of(model)
+        self._untrained = divergence.untrained_of(model)
         self._divergence = DivergenceCheck(self._untrained)
-        self._by_hand, self._asked = divergence.ByHand(), 0
-        self._clipped = divergence.Clipped()
-        self._within, self._backwards, self._next_look = divergence.Within(), 0, 1
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in exchanges()))
@@ -168,7 +150,7 @@ class Exchange:
             self._followed = list(map(weakref.ref, held))
 
     def _register(self, parameters: Iterable[Parameter]) -> None:
-        """Average the gradients of those parameters that are new, and can have one, in this exchange's name space."""
+        """Average the gradients of those parameters that are new, and can have one."""
         found = {id(one): one for one in parameters if not self.has(one)}
         new = [one for one in found.values() if one.is_floating_point() or one.is_complex()]
         if not new:
@@ -199,10 +181,6 @@ class Exchange:
         trains = parameter.requires_grad
         parameter.requires_grad_(True)  # hooks can be put only on what trains, and stay when it no longer does
         hooks = [parameter.register_post_accumulate_grad_hook(self._hook_of(None))]  # type: ignore[no-untyped-call]
-        if not self._members:
-            held = weakref.ref(parameter)
-            asked = private.eagerly(lambda _: self._see_gradient(held()))
-            hooks.append(parameter.register_hook(asked))  # type: ignore[no-untyped-call]
         if self._options.op == "sum":
 
             def times_ranks(gradient: torch.Tensor) -> torch.Tensor:
@@ -212,12 +190,6 @@ class Exchange:
             hooks.append(parameter.register_hook(times_ranks))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trains)
         return hooks
-
-    def _see_gradient(self, parameter: Parameter | None) -> None:
-        """Every gradient of one parameter, also of ``torch.autograd.grad``; the first is that of a backward."""
-        self._asked += 1
-        if self._asked > 1 and self._among_others():
-            self._by_hand.look(parameter, first=self._asked == 2)
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
@@ -241,16 +213,8 @@ class Exchange:
     def begin(self, late: bool = False) -> None:
         """The first gradient of a backward is there; ``late``: none was, and a step is about to be taken."""
         self.active = self._among_others()
-        self._asked = 0
         if self.active and not late:
             divergence.UNDISTRIBUTED.exchanges += 1
-            if COPIES.found:
-                COPIES.tell()
-            self._within.watched = []  # an error may have ended the last one
-            self._backwards += 1
-            if self._backwards >= self._next_look:
-                self._next_look = next_due(self._backwards)
-                self._within.begin(divergence.own(self.training(), self.optimizer()))
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
@@ -275,7 +239,7 @@ class Exchange:
         # Where their numbers are tells of another type, device or order in memory.
         looks = (_REQUIRES_GRAD, torch.Tensor.data_ptr, _SHAPE)
         seen = [list(map(look, living)) for look in looks]
-        if seen != self._seen and not self._agreed.members.are(self.training()):
+        if seen != self._seen and not self._agreed.is_of(self.training()):
             return True
         self._seen = seen  # wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)
         return False
@@ -336,27 +300,25 @@ class Exchange:
                     bucket.send_empty(self._reducer, self._flags._replace(failed=1))
 
     def finish(self, flags: Flags) -> None:
-        """All have arrived, and the ranks say so much; then all gradients are the mean.
-
-        Raises:
-            AgreementError: the ranks train different parameters, or with other options, or some of them called no
-                backward; on every rank.
-            InvalidArgumentError: the parameters moved while backward computed.
-        """
-        if self._within.watched:
-            self._within.end()
+        """All have arrived, and the ranks say so much; then all gradients are the mean."""
         if not self.exchanging:
             return
         if flags.has_fingerprint and self._agreed is not None:  # also where they train others from now on
-            self._compare(self._agreed)
+            named = divergence.own(self._agreed.living(), self.optimizer())
+            names, roundings = [name for name, _ in named], [divergence.rounding_of(one) for _, one in named]
+            call = f"parameters.{self._agreed.number}"
+            self._divergence.compare(TorchRanks(self.process_set), names, roundings, call)
         if flags.changed or self._agreed is None:
             self._agree()
             # What was averaged already averages to itself.
             for bucket in self._buckets():
                 bucket.launch(self._reducer, self._flags._replace(changed=0))
             flags = self.wait_all()
-        elif self._trial is not None:
-            self._try_on(self._trial)
+        elif self._trial is not None and self._trial.end_on(TorchRanks(self.process_set)):
+            self._reducer.compression, self._trial = self._trial.kind, None
+            for bucket in self._buckets():
+                if self._reducer.compression != "int8" and isinstance(bucket, Bucket):
+                    bucket.packings = ()
         self._divergence.exchanges += 1
         if self._divergence.exchanges >= self._divergence.due:
             self._divergence.ask()
@@ -372,20 +334,6 @@ class Exchange:
         found = [flags for bucket in self._buckets() if bucket.in_flight() and any(flags := bucket.finish())]
         return joined(found) if found else NO_FLAGS
 
-    def _try_on(self, trial: auto.CompressionTrial) -> None:
-        """An exchange of the trial has ended; a collective when it was the last one."""
-        if trial.end_on(TorchRanks(self.process_set)):
-            self._trial, self._reducer.compression = None, trial.kind
-            for bucket in self._buckets():
-                if trial.kind != "int8" and isinstance(bucket, Bucket):
-                    bucket.packings = ()
-
-    def _compare(self, agreed: _Agreed) -> None:
-        named = divergence.own(agreed.members.living(), self.optimizer())
-        names, roundings = [name for name, _ in named], [divergence.rounding_of(one) for _, one in named]
-        call = f"parameters.{agreed.number}"
-        self._divergence.compare(TorchRanks(self.process_set), names, roundings, call)
-
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
         named, how = self.training(), self._layout
@@ -393,13 +341,18 @@ class Exchange:
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
         ranks = TorchRanks(self.process_set)
-        kinds = auto.kinds_of(bfloat16=self._adds_bfloat16()) if self._options.compression == "auto" else ()
+        devices = {one.device.type for _, one in named}
+        adds_bfloat16 = all(sends_bfloat16(kind, self.process_set.size()) for kind in devices)
+        kinds = auto.kinds_of(bfloat16=adds_bfloat16) if self._options.compression == "auto" else ()
         rows.append(f"tries {kinds}")
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = tell_how_many(ranks, self.process_set, self.number)
-        divergence.warn_of_clipping_hooks(named)
-        buckets = in_buckets(self._by_arrival(named, ranks), how, sparse)
+        # As this backward produced the gradients on the first rank; those without one there follow, last layer first.
+        arrived = {key: place for place, key in enumerate(self._fired)}
+        mine = core_layout.by_arrival(arrived, [id(parameter) for _, parameter in named])
+        of_each_rank = ranks.allgather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
+        buckets = in_buckets([named[place] for place in core_layout.sorted_alike(of_each_rank)], how, sparse)
         if kinds and self._agreed is None:
             self._trial = auto.CompressionTrial(kinds)
             self._reducer.compression = self._trial.kind
@@ -420,23 +373,9 @@ class Exchange:
             private.put_hook(member.hooks[0], hooks.get(key, of_no_bucket))
         if self._agreed is None:
             self._divergence = DivergenceCheck(self._untrained)
-        self._agreed = _Agreed(Members(named), number, buckets)
+        self._agreed = _Agreed(named, number, buckets)
         self._look_anew()
         self._flags = self._flags._replace(has_fingerprint=0)
-
-    def _adds_bfloat16(self) -> bool:
-        living = [one for member in self._members.values() if (one := member.parameter()) is not None]
-        return all(sends_bfloat16(kind, self.process_set.size()) for kind in {one.device.type for one in living})
-
-    def _by_arrival(self, named: Named, ranks: TorchRanks) -> Named:
-        """Parameters as this backward produced their gradients on the first rank of the set; a collective.
-
-        Those without one there follow, last layer first.
-        """
-        arrived = {key: place for place, key in enumerate(self._fired)}
-        mine = core_layout.by_arrival(arrived, [id(parameter) for _, parameter in named])
-        of_each_rank = ranks.allgather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
-        return [named[place] for place in core_layout.sorted_alike(of_each_rank)]
 
     def _buckets(self) -> list[AnyBucket]:
         return [] if self._agreed is None else self._agreed.buckets
@@ -447,12 +386,7 @@ class Exchange:
         # Of a sparse one its rows alone: the whole may not fit into memory.
         return total_norm([one.coalesce().values() if one.is_sparse else one for one in gradients])
 
-    def names(self) -> list[str]:
-        """Of the parameters that train."""
-        return [name for name, _ in self.training()]
-
     def in_flight(self) -> bool:
-        """Whether any of its buckets is on its way."""
         return any(bucket.in_flight() for bucket in self._buckets())
 
     def reset(self) -> None:
@@ -477,10 +411,7 @@ class Exchange:
             self._suspended -= 1
 
     def step_by(self, optimizer: Any) -> None:
-        """An optimizer is about to step, its own or another that has some of its parameters.
-
-        That is the one within it, where its own is a wrapper (SAM, Lookahead).
-        """
+        """An optimizer is about to step: its own, or another that has some of its parameters, such as one within it."""
         mine, within = self.steps_as(optimizer), private.current_graph_task() != -1
         if not mine and not ((within or self._local) and any(map(self.has, parameters_of(optimizer)))):
             return
@@ -496,8 +427,6 @@ class Exchange:
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
         if self._members and not self._averaged:
-            if not self._local and self._among_others():
-                self._clipped.look([one.grad for _, one in self.training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
             exchange_all([self])
@@ -520,9 +449,9 @@ class Exchange:
         agreed, check = self._agreed, self._divergence
         wants = agreed is not None and check.asks and check.pending_fingerprint is None
         if agreed and wants and self.steps_as(optimizer) and divergence.can_look():
-            named = divergence.own(agreed.members.living(), self.optimizer())
+            named = divergence.own(agreed.living(), self.optimizer())
             check.pending_fingerprint = divergence.fingerprints(parameter for _, parameter in named)
-            check.seen = look(self._model())
+            check.seen = divergence.look(self._model())
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""

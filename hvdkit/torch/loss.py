@@ -29,23 +29,21 @@ def weighted_loss(loss: Callable[..., torch.Tensor], *, over: str = "samples") -
         A function of (output, target, weights=None): this rank's part of the mean; its mean over the ranks is the loss.
         Weights are (m,), also where m texts of t tokens are flattened to m * t outputs, as long as all are equal.
     Raises:
-        InvalidArgumentError: a reduction other than "mean", "none" and KLDivLoss' "batchmean", a loss of more than two
-            tensors, or class weights under the reduction "mean" over samples; when called: targets with
-            ``ignore_index`` over samples, weights of another length, or a loss that is a single number.
+        InvalidArgumentError: a reduction other than "mean", "none" and KLDivLoss' "batchmean", or class weights under
+            the reduction "mean" over samples; when called: targets with ``ignore_index`` over samples, weights of
+            another length, or a loss that is a single number.
     """
-    reduction = getattr(loss, "reduction", "none")
+    name, reduction = getattr(loss, "__name__", type(loss).__name__), getattr(loss, "reduction", "none")
     if reduction not in ("mean", "none", "batchmean"):
         raise InvalidArgumentError(
-            f"weighted_loss needs a loss with reduction='mean' or 'none', got {reduction!r} ({type(loss).__name__}); "
-            "only means are the same for every number of ranks."
+            f"weighted_loss needs a loss with reduction='mean' or 'none', got {reduction!r} ({name}); only means are "
+            "the same for every number of ranks."
         )
-    _require_two_inputs(loss)
+    if over not in ("samples", "targets"):
+        raise InvalidArgumentError(f"over must be 'samples' or 'targets', got {over!r}.")
     each, mean, ignored = _taken_apart(loss)
     if over == "targets":
         return _over_targets(each, mean, ignored, getattr(loss, "weight", None))
-    if over != "samples":
-        raise InvalidArgumentError(f"over must be 'samples' or 'targets', got {over!r}.")
-    name = getattr(loss, "__name__", type(loss).__name__)
     if ignored is not None and getattr(loss, "weight", None) is not None:
         raise InvalidArgumentError(
             f"{name} with class weights divides by the weights of the batch, not by its samples; say over='targets' to "
@@ -68,22 +66,6 @@ def weighted_loss(loss: Callable[..., torch.Tensor], *, over: str = "samples") -
         return (losses * weights.to(losses.device)).mean()
 
     return weighted
-
-
-def _require_two_inputs(loss: Any) -> None:
-    takes = loss.forward if isinstance(loss, torch.nn.Module) else loss
-    if not (inspect.ismethod(takes) or inspect.isfunction(takes)):
-        return
-    needed = [
-        name
-        for name, one in inspect.signature(takes).parameters.items()
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(needed) > 2:
-        raise InvalidArgumentError(
-            f"weighted_loss takes a loss of (output, target), got one of ({', '.join(needed)}); call it by itself, "
-            "with reduction='none', and multiply what each of the samples has: (losses * w).mean()."
-        )
 
 
 def _taken_apart(loss: Any) -> tuple[Callable[..., torch.Tensor], bool, int | None]:

@@ -30,7 +30,7 @@ class Monitor(monitor.Monitor):
         return torch_tensors.LaterNumber(value.clone())
 
     def _parameters(self) -> Mapping[str, str]:
-        return {name: name for one in exchanges() for name in one.names()}
+        return {name: name for one in exchanges() for name, _ in one.training()}
 
     def _device_bytes(self) -> float:
         return torch_tensors.device_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -31,31 +31,25 @@ def rebuilt(value: Any, leaf: Leaf, path: tuple[Any, ...] = ()) -> Any:
     return leaf(value, path)
 
 
-def is_wrapper(value: Any) -> bool:
-    """Whether it is a tensor of a subclass that is made of other tensors."""
-    return is_traceable_wrapper_subclass(value)
-
-
 def flattened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Named tensors with those of a subclass (torchao's) in the place of the one that they make up."""
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if is_wrapper(tensor):
-            plain.update(flattened({f"{name}.{part}": one for part, one in inner_of(tensor).items()}))
+        if is_traceable_wrapper_subclass(tensor):
+            parts: Any = tensor.__tensor_flatten__()[0]
+            plain.update(flattened({f"{name}.{part}": getattr(tensor, part) for part in parts}))
         else:
             plain[name] = tensor
     return plain
 
 
-def remade(tensor: Any, inner: dict[str, Any]) -> Any:
-    """A tensor of the same subclass around other tensors."""
-    context = tensor.__tensor_flatten__()[1]
-    return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-
-
-def inner_of(tensor: Any) -> dict[str, Any]:
-    """What a tensor of a subclass is made of."""
-    return {part: getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
+def on_host(tensor: Any) -> Any:
+    """A copy of a tensor in the host's memory; of a subclass that is made of other tensors, one of copies of these."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    parts, context = tensor.__tensor_flatten__()
+    copies = {part: on_host(getattr(tensor, part)) for part in parts}
+    return type(tensor).__tensor_unflatten__(copies, context, tensor.shape, tensor.stride())
 
 
 def _is_sequence(value: Any) -> bool:
@@ -81,24 +75,10 @@ class _Slot:
         self.shape, self.dtype, self.device_type = tuple(tensor.shape), tensor.dtype, tensor.device.type
 
 
-@dataclass
-class _Wrapped:
-    """Stands for a tensor of a subclass; what it is made of travels."""
-
-    kind: Any
-    context: Any
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    inner: dict[str, Any]
-
-
 class Outline:
-    """What the root tells of a nested value.
+    """What the root tells of a nested value; ``tensors`` are those that it leaves out, in their order.
 
-    Args:
-        known: what every rank has, and is told by its number.
-    Attributes:
-        tensors: those that it leaves out, in their order.
+    What every rank has, ``known``, is told by its number.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -106,17 +86,13 @@ class Outline:
         self.tensors: list[torch.Tensor] = []
 
     def of(self, value: Any) -> Any:
-        """``value`` with stand-ins for its tensors; sparse and quantized ones stay."""
+        """``value`` with stand-ins for its tensors; sparse, quantized and wrapped ones stay."""
         return rebuilt(value, self._leaf)
 
-    def _leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
+    def _leaf(self, value: Any, path: tuple[Any, ...]) -> Any:  # noqa: ARG002
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in self._stand_ins and is_wrapper(value):
-            inner = {part: self._leaf(one, path) for part, one in inner_of(value).items()}
-            context = cast(Any, value).__tensor_flatten__()[1]
-            return _Wrapped(type(value), context, tuple(value.shape), value.stride(), inner)
-        if id(value) not in self._stand_ins and _is_dense(value):
+        if id(value) not in self._stand_ins and is_dense(value):
             self._stand_ins[id(value)] = _Slot(value)
             self.tensors.append(value)
         return self._stand_ins.get(id(value), value)
@@ -125,8 +101,7 @@ class Outline:
 class Placing:
     """Puts a nested value, or its outline, into another: dicts and lists, and tensors that fit, stay the same objects.
 
-    Args:
-        known: what stand-ins of ``Outline`` stand for; not to be overwritten.
+    ``known`` is what stand-ins of ``Outline`` stand for; it is not overwritten.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -135,17 +110,11 @@ class Placing:
         self._placed: dict[int, tuple[Any, torch.Tensor]] = {}  # by the identity of what is placed
 
     def place(self, mine: Any, theirs: Any, device: torch.device | None = None) -> Any:
-        """What is to stand in the place of ``mine``: ``mine`` itself, changed to be as ``theirs``, where that goes.
-
-        Args:
-            device: of new tensors, where it is of the type that the root's have.
-        """
+        """What is to stand in the place of ``mine``: ``mine`` itself, changed to be as ``theirs``, where that goes."""
         if isinstance(theirs, _Known):
             return self._known[theirs.number]
         if isinstance(theirs, (torch.Tensor, _Slot)):
             return self._tensor(mine, theirs, device)
-        if isinstance(theirs, _Wrapped):
-            return self._wrapped(mine, theirs, device)
         if isinstance(theirs, dict):
             return self._dict(mine, theirs, device)
         if not _is_sequence(theirs):
@@ -167,17 +136,8 @@ class Placing:
             items[own] = self.place(old, item, own.device if isinstance(own, torch.Tensor) else device)
         made = mine if isinstance(mine, dict) else copy.copy(theirs)
         made.clear()
-        for key, item in items.items():
-            made[key] = item
+        made.update(items)
         return made
-
-    def _wrapped(self, mine: Any, theirs: _Wrapped, device: torch.device | None) -> Any:
-        alike = type(mine) is theirs.kind and mine.__tensor_flatten__()[1] == theirs.context
-        old = inner_of(mine) if alike else {}
-        inner = {part: self.place(old.get(part), one, device) for part, one in theirs.inner.items()}
-        if alike and all(inner[part] is one for part, one in old.items()):
-            return mine
-        return theirs.kind.__tensor_unflatten__(inner, theirs.context, theirs.shape, theirs.stride)
 
     def _tensor(self, mine: Any, theirs: torch.Tensor | _Slot, device: torch.device | None) -> torch.Tensor:
         if id(theirs) not in self._placed:
@@ -204,16 +164,18 @@ class Placing:
                 target.copy_(theirs)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized and not is_wrapper(tensor)
+def is_dense(tensor: Any) -> bool:
+    """Whether its numbers are its memory."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not is_traceable_wrapper_subclass(tensor)
+    )
 
 
 def _fits(mine: Any, theirs: torch.Tensor | _Slot) -> bool:
-    if is_wrapper(mine) or is_wrapper(theirs):
-        return type(mine) is type(theirs) and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    if not isinstance(mine, torch.Tensor) or not _is_dense(mine):
-        return False
-    if isinstance(theirs, torch.Tensor) and not _is_dense(theirs):
+    if not is_dense(mine) or not (isinstance(theirs, _Slot) or is_dense(theirs)):
         return False
     device_type = theirs.device_type if isinstance(theirs, _Slot) else theirs.device.type
     return (tuple(mine.shape), mine.dtype, mine.device.type) == (tuple(theirs.shape), theirs.dtype, device_type)

@@ -35,24 +35,18 @@ class TorchWeights(Weights):
     @torch.no_grad()
     def average_slots(self, mean: Callable[[Array], Array]) -> None:
         state = getattr(self._optimizer(), "state", {})
-        slots = [
-            value
-            for parameter in self._parameters
-            for _, value in sorted(state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-        ]
+        values = [value for one in self._parameters for _, value in sorted(state.get(one, {}).items())]
+        slots = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
         if slots:
             flat = mean(np.concatenate([_on_host(slot).reshape(-1) for slot in slots]))
-            for slot, value in zip(
-                slots, np.split(flat, np.cumsum([slot.numel() for slot in slots])[:-1]), strict=True
-            ):
-                slot.copy_(torch.from_numpy(value).view(slot.shape))
+            parts = np.split(flat, np.cumsum([slot.numel() for slot in slots])[:-1])
+            for slot, part in zip(slots, parts, strict=True):
+                slot.copy_(torch.from_numpy(part).view(slot.shape))
 
 
 def _on_host(tensor: torch.Tensor) -> Array:
     wide = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
-    host: Array = wide.cpu().numpy()
-    return host
+    return wide.cpu().numpy()
 
 
 def take_outer_steps(optimizer: torch.optim.Optimizer, model: torch.nn.Module, options: OuterOptions) -> None:

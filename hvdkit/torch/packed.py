@@ -1,8 +1,4 @@
-"""Gradients that travel packed (``compression="int8"``); of nothing else is anything here.
-
-Packing is on the host, by ``hvdkit.core.compression``. So that a core packs while the network carries, a bucket is cut
-into parts that travel one after another.
-"""
+"""Gradients that travel packed (``compression="int8"``); packed on the host, by ``hvdkit.core.compression``."""
 
 from __future__ import annotations
 
@@ -19,13 +15,7 @@ from hvdkit.core.compression import AT_ONCE, Packing, new_packing
 
 
 def packings_of(names: Sequence[str], sizes: Sequence[int], process_set: Any) -> list[Packing]:
-    """How gradients that lie one after another are packed.
-
-    Args:
-        names: of each, one that no other gradient of the program has.
-        sizes: numbers of each.
-        process_set: Horovod's.
-    """
+    """How gradients that lie one after another are packed: in parts, of which one is packed while another travels."""
     pieces = [
         (f"{name}.{first}", min(AT_ONCE, size - first))
         for name, size in zip(names, sizes, strict=True)
@@ -37,14 +27,7 @@ def packings_of(names: Sequence[str], sizes: Sequence[int], process_set: Any) ->
 
 
 class PackedMean:
-    """A flat tensor whose gradients travel packed, beside the control word as it is; packed on the host.
-
-    Args:
-        process_set: Horovod's.
-        flat, numbers: see ``buckets.FlatMean``.
-        name: of its collectives.
-        packings: of the gradients, one after another: while one travels, the next is packed.
-    """
+    """A flat tensor whose gradients travel packed, beside the control word as it is; see ``buckets.FlatMean``."""
 
     def __init__(
         self, process_set: Any, flat: torch.Tensor, numbers: int, name: str, packings: Sequence[Packing]
@@ -61,11 +44,7 @@ class PackedMean:
         ]
 
     def add_up(self, *, wait: bool) -> bool:
-        """Add up this rank's share of what has come from all ranks, and send it to all; whether that is done.
-
-        Args:
-            wait: for what has not come yet.
-        """
+        """Add up this rank's share of what has come (``wait``: will come) and send it to all; whether that is done."""
         return all([part.add_up(wait=wait) for part in self._parts])
 
     def wait(self) -> torch.Tensor:
@@ -80,14 +59,7 @@ class PackedMean:
 
 
 class _PackedPart:
-    """Some of the gradients of a ``PackedMean`` on their way.
-
-    Args:
-        process_set: Horovod's.
-        values: this rank's, on the host.
-        name: of its collectives.
-        packing: of these.
-    """
+    """Some of the gradients of a ``PackedMean`` on their way; ``values`` are this rank's, on the host."""
 
     def __init__(self, process_set: Any, values: Any, name: str, packing: Packing) -> None:
         self._name, self._among, self._packing = name, {"process_set": process_set}, packing

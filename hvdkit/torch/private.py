@@ -6,7 +6,7 @@ import functools
 import gc
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -66,11 +66,6 @@ gradient_hooks: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_gra
 """The hooks that see a parameter's gradient after it was added up, and may change it; a dict or None."""
 
 
-def hooks_before(parameter: torch.Tensor) -> Any:
-    """The hooks on a parameter that change its gradient before it is added up; a dict or None."""
-    return parameter._backward_hooks
-
-
 python_owners: Callable[[Any], int] = sys.getrefcount
 """References from Python to a tensor. Nothing public says who keeps a gradient, which must not become the next one."""
 
@@ -99,25 +94,6 @@ def owners_of_new(lists: int) -> tuple[int, int, int]:
     probe.grad = torch.zeros(1)
     held = [[probe.grad] for _ in range(lists)]
     return owners(held[0])[0]
-
-
-def names_clipping(hook: Any) -> bool:
-    """Whether a hook, or the code that it is, names what clips; what it does to a gradient nothing tells beforehand."""
-    function = getattr(hook, "func", hook)  # of a functools.partial
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return any(part in name for name in (getattr(function, "__name__", ""), *names) for part in ("clip", "clamp"))
-
-
-def variables_of_callers(but: str) -> Iterator[Any]:
-    """What the functions that are running hold by a name, nearest first, without those in files below ``but``.
-
-    Nothing public says what else a program holds when it calls ``broadcast_state``.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(but):
-            yield from (*frame.f_locals.values(), *frame.f_globals.values())
-        frame = frame.f_back
 
 
 def free_cycles() -> None:

@@ -1,16 +1,17 @@
 """An optimizer whose state is divided among the ranks (ZeRO stage 1); the inside of ``distribute(shard_state=True)``.
 
 In a step every rank has the user's optimizer update its own pieces alone, and then gets the others' from their owners.
-The optimizer holds the user's parameters again when its step returns. Its state is that of the pieces: of a parameter
-itself where a rank has all of it, else of a stand-in.
+Its state is that of the pieces: of a parameter itself where a rank has all of it, else of a stand-in.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -18,34 +19,31 @@ import torch
 
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import shard_state, torch_tensors
 from hvdkit.steps.shard_state import Piece
 from hvdkit.torch import private
-from hvdkit.torch.sharded_saved import MASTER, SavedState
 from hvdkit.torch.state import RANKS, SHARDED, HostCopies, broadcast_nested, load_optimizer, parameters_of
 
 _NUMBERS = itertools.count()
 _HALF = (torch.float16, torch.bfloat16)
+MASTER = "master"
+FILE = "optimizer.pt"
+"""In a checkpoint: the state_dict, without the state where that was divided."""
 
 
 class _Part:
-    """A piece of a parameter.
+    """A piece of a parameter; its owner's optimizer updates ``stand_in``.
 
-    Attributes:
-        stand_in: on its owner, what the optimizer updates: the parameter, a slice of its memory, or of a parameter in
-            16 bits the float32 master copy of the piece.
+    That is the parameter, a slice of its memory, or of one in 16 bits the float32 master copy of the piece.
     """
 
     def __init__(self, parameter: Any, piece: Piece, mine: bool) -> None:
         self.parameter, self.piece, self.stand_in = parameter, piece, None
         self.has_master = parameter.dtype in _HALF
         if mine:
-            inside = self.inside()
-            if self.has_master:
-                self.stand_in = torch.nn.Parameter(inside.float())
-            else:
-                self.stand_in = torch.nn.Parameter(inside) if piece.cut else parameter
+            inside = self.inside().float() if self.has_master else self.inside()
+            self.stand_in = torch.nn.Parameter(inside) if piece.cut or self.has_master else parameter
 
     def inside(self) -> torch.Tensor:
         """Of the parameter's memory, flat where it is cut; a whole one as it is."""
@@ -68,29 +66,21 @@ class _Part:
             return
         now, gradient = self.inside(), self.parameter.grad
         if self.has_master:  # the program may have changed some, clamped or loaded them
-            stand_in.data = torch.where(stand_in.detach().to(now.dtype) == now, stand_in.detach(), now.float())
-        else:
-            stand_in.data = now
+            now = torch.where(stand_in.detach().to(now.dtype) == now, stand_in.detach(), now.float())
+        stand_in.data = now
         stand_in.grad = None if gradient is None else self.of(gradient).to(stand_in.dtype)
 
     def accept(self) -> None:
         """After a step: the parameter is what the stand-in has become."""
         stand_in: Any = self.stand_in
-        if stand_in is self.parameter:
-            return
-        stand_in.grad = None
+        if stand_in is not self.parameter:
+            stand_in.grad = None
         if self.has_master:
             self.inside().copy_(stand_in.detach())
 
 
 class ShardedOptimizer:
-    """What ``distribute(shard_state=True)`` adds to an optimizer.
-
-    Args:
-        optimizer: the user's.
-        may_cut: see ``works_on_numbers``.
-        sparse: the id of each parameter whose gradient is sparse, which stays whole.
-    """
+    """What ``distribute(shard_state=True)`` adds to an optimizer; what has a sparse gradient (ids) stays whole."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, may_cut: bool, sparse: Collection[int]) -> None:
         self._may_cut, self._sparse = may_cut, sparse
@@ -131,26 +121,24 @@ class ShardedOptimizer:
             for part in self._parts.pop(gone):
                 optimizer.state.pop(part.stand_in, None)  # type: ignore[arg-type]
         new = [one for one in trained if id(one) not in self._parts]
-        whole = [place for place, one in enumerate(new) if not (self._may_cut and self._can_cut(one))]
+        can_cut = [
+            self._may_cut and one.is_contiguous() and id(one) not in self._sparse and type(one.data) is torch.Tensor
+            for one in new
+        ]
+        whole = [place for place, can in enumerate(can_cut) if not can]
         for piece in shard_state.divide([one.numel() for one in new], RANKS.size(), whole):
             one = new[piece.place]
             part = _Part(one, piece, piece.owner == RANKS.rank())
             self._parts.setdefault(id(one), []).append(part)
         self._take_over(optimizer)
-        parts = self._all()
+        parts = [part for parts in self._parts.values() for part in parts]
         kinds = [(part.piece.owner, part.parameter.dtype, part.parameter.device) for part in parts]
         sizes = [(part.piece.stop - part.piece.start) * part.parameter.element_size() for part in parts]
         buckets = core_layout.in_buckets(kinds, sizes, shard_state.MESSAGE_BYTES)
         self._messages = [[parts[place] for place in bucket] for bucket in buckets]
 
-    def _can_cut(self, parameter: torch.Tensor) -> bool:
-        return parameter.is_contiguous() and id(parameter) not in self._sparse and type(parameter.data) is torch.Tensor
-
-    def _all(self) -> list[_Part]:
-        return [part for parts in self._parts.values() for part in parts]
-
     def _mine(self) -> list[_Part]:
-        return [part for part in self._all() if part.stand_in is not None]
+        return [part for parts in self._parts.values() for part in parts if part.stand_in is not None]
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep of a whole state, from before or loaded, what is this rank's."""
@@ -206,13 +194,10 @@ class ShardedOptimizer:
     @listeners.sharing_weights()
     def _give(self) -> None:
         """Have every rank get what the owners have updated."""
-        name = f"hvdkit.shard_state.{self._number}"
-        begun = [
-            torch_tensors.start_sharing(
-                hvd, [part.inside() for part in parts], parts[0].piece.owner, f"{name}.{number}", private.foreach_copy
-            )
-            for number, parts in enumerate(self._messages)
-        ]
+        begun = []
+        for number, parts in enumerate(self._messages):
+            name, own = f"hvdkit.shard_state.{self._number}.{number}", [part.inside() for part in parts]
+            begun.append(torch_tensors.start_sharing(hvd, own, parts[0].piece.owner, name, private.foreach_copy))
         for wait in begun:
             wait()
 
@@ -238,11 +223,7 @@ class ShardedOptimizer:
         ]
 
     def loading(self, optimizer: Any, saved: SavedState) -> Callable[[], None]:
-        """What makes this rank's state that of a checkpoint, once all ranks have found that theirs fits.
-
-        Raises:
-            CheckpointError: it is that of other parameters.
-        """
+        """What makes this rank's state that of a checkpoint, once all ranks have found that theirs fits."""
         mine, places = self._mine(), {id(one): place for place, one in enumerate(parameters_of(optimizer))}
         found = [
             saved.of(places[id(part.parameter)], part.piece.start, part.piece.stop, part.parameter.shape)
@@ -268,6 +249,62 @@ class ShardedOptimizer:
                     part.stand_in.data.copy_(state[MASTER])  # type: ignore[union-attr]
 
         return load
+
+
+class SavedState:
+    """The state of all parameters, from the pieces that ranks have saved, or from a whole state_dict."""
+
+    def __init__(self, pieces: Iterable[dict[str, Any]]) -> None:
+        self._pieces: dict[int, list[dict[str, Any]]] = {}
+        for piece in pieces:
+            if piece.get("master") is not None:
+                piece = {**piece, "state": {**piece["state"], MASTER: piece["master"]}}
+            self._pieces.setdefault(piece["place"], []).append(piece)
+
+    def of(self, place: int, start: int, stop: int, shape: Sequence[int]) -> dict[str, Any]:
+        """The state of the numbers ``start .. stop`` of a parameter of this shape, flat if they are a part of it."""
+        pieces = self._pieces.get(place, [])
+        if not pieces or not pieces[0]["state"]:
+            return {}
+        whole = stop - start == math.prod(shape)
+        for piece in pieces:
+            if piece["shape"] is not None and piece["shape"] != list(shape):
+                raise CheckpointError(
+                    f"the optimizer's state of parameter {place} is one of shape {piece['shape']}, and the parameter's "
+                    f"is {list(shape)}; restore into the model that was saved."
+                )
+            piece.setdefault("stop", math.prod(shape))
+        parts = shard_state.span([(one["start"], one["stop"]) for one in pieces], start, stop, f"parameter {place}")
+        first = pieces[parts[0][0]]
+        if len(parts) == 1 and parts[0][1:] == (0, stop - start) == (0, first["stop"] - first["start"]):
+            state: dict[str, Any] = first["state"]
+            return state
+        found = {}
+        for key, value in first["state"].items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == first["stop"] - first["start"]:
+                values = [pieces[number]["state"][key].reshape(-1)[begin:end] for number, begin, end in parts]
+                value = torch.cat(values).reshape(shape if whole else -1)
+            found[key] = value
+        return found
+
+    def whole(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """The state of a state_dict of an optimizer with these parameters."""
+        states = {place: self.of(place, 0, one.numel(), one.shape) for place, one in enumerate(parameters)}
+        own = {place: {key: one for key, one in state.items() if key != MASTER} for place, state in states.items()}
+        return {place: state for place, state in own.items() if state}
+
+
+def saved_state(directory: Path, read: Callable[[Path], Any]) -> SavedState:
+    """What all ranks saved of an optimizer's state, or the whole of one that was not divided."""
+    files = shard_state.files_in(directory, FILE)
+    if not files:
+        states = read(directory / FILE)["state"]
+        return SavedState({"place": at, "start": 0, "shape": None, "state": one} for at, one in states.items())
+    pieces = [piece for file in files for piece in read(file)]
+    keys = {"place", "start", "stop", "shape", "state"}
+    if not all(isinstance(piece, dict) and keys <= piece.keys() for piece in pieces):
+        raise CheckpointError(f"{files[0]} does not hold the pieces of an optimizer's state.")
+    return SavedState(pieces)
 
 
 def _numbered(groups: Any, parameters: Sequence[Any]) -> list[dict[str, Any]]:

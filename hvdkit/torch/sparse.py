@@ -10,16 +10,13 @@ from horovod.torch.mpi_ops import synchronize
 from hvdkit.core.control import NO_FLAGS, Flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.torch import private
-from hvdkit.torch.buckets import Parameter, Reducer
+from hvdkit.torch.buckets import Bucket, Parameter, Reducer
 
 
 class SparseGradient:
-    """The sparse gradient of one parameter: the rows of all ranks, one after another, and equal ones added.
+    """The sparse gradient of a parameter of a module with ``sparse=True``: the rows of all ranks, equal ones added.
 
-    Args:
-        name, parameter: of a module with ``sparse=True``.
-    Attributes:
-        arrived, leaves_early, param_ids: see ``buckets.AnyBucket``.
+    For its attributes and methods see ``Bucket``.
     """
 
     def __init__(self, name: str, parameter: Parameter) -> None:
@@ -31,27 +28,19 @@ class SparseGradient:
         self.leaves_early = True
 
     def in_flight(self) -> bool:
-        """Whether it is on its way."""
         return self._sent is not None
 
     def note_stream(self) -> None:
         """Of no use here."""
 
     def begin(self) -> None:
-        """As before the gradient of a backward."""
         self.arrived.clear()
         self._sent = None
 
     def send_empty(self, reducer: Reducer, flags: Flags) -> None:  # noqa: ARG002
-        """Give the other ranks, which wait for it, no rows."""
         self._send(reducer, None)
 
     def is_complete(self) -> bool:
-        """The gradient has come, perhaps again; whether it may leave before the end of backward.
-
-        Raises:
-            InvalidArgumentError: it is dense, or had left already.
-        """
         if self._sent is not None:
             raise InvalidArgumentError(
                 f"the gradient of {self.name} grew after it had been sent to the other ranks; activation checkpointing "
@@ -70,7 +59,6 @@ class SparseGradient:
             )
 
     def launch(self, reducer: Reducer, flags: Flags) -> None:  # noqa: ARG002
-        """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
         if self._sent is not None:
             return
         parameter = self._parameter()
@@ -89,7 +77,6 @@ class SparseGradient:
         self._sent = reducer.gather(indices, rows), reducer.gather(reducer.carried(values).contiguous(), numbers), size
 
     def finish(self) -> Flags:
-        """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
         rows, numbers, size = self._sent  # type: ignore[misc]
         parameter = self._parameter()
         indices, values = synchronize(rows), synchronize(numbers)
@@ -102,3 +89,7 @@ class SparseGradient:
             ).coalesce()
         self.begin()
         return NO_FLAGS
+
+
+AnyBucket = Bucket | SparseGradient
+"""Gradients that leave together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -9,12 +10,24 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common import process_sets
 
 from hvdkit.core.communicator import OverHorovod, on_root
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.torch import seeds
-from hvdkit.torch.nested import Outline, Placing, flattened, inner_of, is_wrapper, rebuilt, remade
+from hvdkit.torch.nested import Outline, Placing, flattened, is_dense, on_host, rebuilt
+
+
+def tensorflow_at_work() -> Any:
+    """``horovod.tensorflow`` where it has been started: ranks reach each other over the first that was."""
+    module = sys.modules.get("horovod.tensorflow")
+    return module if module is not None and module.is_initialized() else None
+
+
+# Horovod's process sets are those of the framework that was imported last, and TensorFlow's is at work.
+if (_connected := tensorflow_at_work()) is not None:
+    process_sets._setup(_connected.mpi_ops._basics)
 
 
 class TorchRanks(OverHorovod):
@@ -32,8 +45,7 @@ class TorchRanks(OverHorovod):
 
 
 RANKS = TorchRanks()
-_WRAPPER = "module."
-"""Before each name in the state of a model that DistributedDataParallel or DataParallel wraps."""
+_WRAPPER = "module."  # before each name in the state of a model in DistributedDataParallel or DataParallel
 DISTRIBUTED = "_hvdkit_distributed"
 """Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits forever."""
 SHARDED = "_hvdkit_sharded"
@@ -70,11 +82,7 @@ def buffers_of(model: torch.nn.Module, persistent: bool) -> dict[str, torch.Tens
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of a model by their plain names.
-
-    Raises:
-        InvalidArgumentError: lazy parameters that have no shape yet.
-    """
+    """Parameters and persistent buffers of a model by their plain names."""
     parameters = {plain_name(name): one for name, one in model.named_parameters()}
     tensors = {**parameters, **buffers_of(model, persistent=True)}
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
@@ -98,27 +106,21 @@ def model_state(model: torch.nn.Module, trainable_only: bool = False) -> dict[st
     wanted = trained_names(model) if trainable_only else named.keys()
     kept: Any = OrderedDict((name, state[full]) for name, full in named.items() if name in wanted)
     kept._metadata = OrderedDict(  # the versions of a model's modules
-        (name, state._metadata[full]) for name, full in _bare_modules(state, getattr(state, "_metadata", {})).items()
+        (name, state._metadata[full]) for name, full in bare_names(state, getattr(state, "_metadata", {})).items()
     )
     return kept  # type: ignore[no-any-return]
 
 
-def bare_names(state: Iterable[str]) -> dict[str, str]:
-    """A state dict's names by those without ``_orig_mod.`` (torch.compile) and a ``module.`` before all (DDP)."""
+def bare_names(state: Iterable[str], modules: Iterable[str] | None = None) -> dict[str, str]:
+    """Names by those without ``_orig_mod.`` (torch.compile) and a ``module.`` before all of a state dict's (DDP).
+
+    Those of the state dict, or of ``modules`` of its model.
+    """
     named = {plain_name(name): name for name in state}
-    return {name[_wrapped(named) :]: full for name, full in named.items()}
-
-
-def _wrapped(names: Iterable[str]) -> int:
-    """How many letters come before each name because of a wrapper."""
-    names = list(names)
-    return len(_WRAPPER) if names and all(name.startswith(_WRAPPER) for name in names) else 0
-
-
-def _bare_modules(state: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
-    start = _wrapped(map(plain_name, state))
-    named = {plain_name(name): name for name in modules}
-    return {name[start:]: full for name, full in named.items() if not start or name}
+    start = len(_WRAPPER) if named and all(name.startswith(_WRAPPER) for name in named) else 0
+    if modules is not None:
+        named = {plain_name(name): name for name in modules if name or not start}
+    return {name[start:]: full for name, full in named.items()}
 
 
 def trained_names(model: torch.nn.Module) -> set[str]:
@@ -134,11 +136,11 @@ def load_model(model: torch.nn.Module, state: dict[str, Any], strict: bool = Tru
     """``model.load_state_dict`` of what ``model_state`` returned, for this model wrapped or not."""
     mine = model.state_dict()
     tensors = bare_names(mine)
-    modules = _bare_modules(mine, (name for name, _ in model.named_modules(remove_duplicate=False)))
+    modules = bare_names(mine, (name for name, _ in model.named_modules(remove_duplicate=False)))
     renamed: Any = OrderedDict((tensors.get(name, name), state[full]) for name, full in bare_names(state).items())
     versions = getattr(state, "_metadata", {})
     renamed._metadata = OrderedDict(
-        (modules.get(name, name), versions[full]) for name, full in _bare_modules(state, versions).items()
+        (modules.get(name, name), versions[full]) for name, full in bare_names(state, versions).items()
     )
     model.load_state_dict(renamed, strict=strict)
 
@@ -216,9 +218,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
 def broadcast_nested(value: Any, root: int, name: str, parameters: Iterable[torch.Tensor] = ()) -> Any:
     """The root's tensors in dicts, lists and tuples, put into this rank's ``value`` where they fit; a collective.
 
-    Args:
-        value: the other ranks' may be None.
-        parameters: what is told by its number and does not travel; as many on every rank.
+    ``parameters`` do not travel: they are told by their number.
     """
     outline = Outline(parameters)
     received = on_root(
@@ -263,7 +263,6 @@ def keeps_its_state_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _live_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The very objects."""
     return {"param_groups": optimizer.param_groups, "state": optimizer.state}
 
 
@@ -300,20 +299,14 @@ class HostCopies:
                 return plain_number(item)
             if id(item) in copied:
                 return copied[id(item)]
-            if is_wrapper(item):  # whose own parts live as long as it does, and keep their identities
-                copied[id(item)] = remade(
-                    item, {part: copy(one, (*path, part)) for part, one in inner_of(item).items()}
-                )
+            kept = self._kept.get(path)
+            if not is_dense(item):
+                kept = on_host(item)
+            elif kept is None or kept.shape != item.shape or kept.dtype != item.dtype:
+                kept = self._kept[path] = on_host(item).contiguous()
             else:
-                own = item.detach()
-                dense = item.layout == torch.strided and not item.is_quantized
-                copied[id(item)] = self._place(path, item).copy_(own) if dense else own.clone().cpu()
-            return copied[id(item)]
+                kept.copy_(item.detach())
+            copied[id(item)] = kept
+            return kept
 
         return rebuilt(value, copy, (name,))
-
-    def _place(self, path: tuple[Any, ...], like: torch.Tensor) -> torch.Tensor:
-        kept = self._kept.get(path)
-        if kept is None or kept.shape != like.shape or kept.dtype != like.dtype:
-            kept = self._kept[path] = torch.empty(like.shape, dtype=like.dtype)
-        return kept

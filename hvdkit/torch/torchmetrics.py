@@ -1,7 +1,6 @@
 """``compute()`` of torchmetrics' metrics over all ranks, without ``torch.distributed``; the inside of ``init``.
 
-torchmetrics asks ``torch.distributed`` alone whether there are other ranks. Over Horovod each rank would compute the
-metric of its own samples in silence. Where ``torch.distributed`` runs (``init_process_group``), or a metric was given a
+torchmetrics asks ``torch.distributed`` alone whether there are other ranks. Where that runs, or a metric was given a
 ``dist_sync_fn``, a ``distributed_available_fn`` or a ``process_group``, torchmetrics' own way stays.
 """
 

@@ -180,11 +180,6 @@ def test_losses_that_would_be_another_mean_are_refused(hk, world):
         (lambda: hk.weighted_loss(functional.cross_entropy)(*flat(logits, y)), "cross_entropy then .*over='targets'"),
         (lambda: hk.weighted_loss(CrossEntropyLoss(weight=torch.ones(4))), "over='targets' to divide by those of all"),
         (
-            lambda: hk.weighted_loss(torch.nn.TripletMarginLoss()),
-            r"one of \(anchor, positive, negative\); call it by it",
-        ),
-        (lambda: hk.weighted_loss(lambda a, b, c: a + b + c), r"one of \(a, b, c\)"),
-        (
             lambda: hk.weighted_loss(lambda a, b: a.mean())(logits, y),
             "a single number; make the loss with reduction='n",
         ),

@@ -87,9 +87,6 @@ def test_a_hook_is_replaced_also_on_what_is_frozen(hk):
     assert len(private.gradient_hooks(weight)) == 2
     handle.remove()
     assert len(private.gradient_hooks(weight)) == 1
-    assert private.hooks_before(weight) is None
-    weight.register_hook(lambda gradient: gradient)
-    assert len(private.hooks_before(weight)) == 1
 
 
 @on_ranks("torch", n=1)
@@ -170,30 +167,6 @@ def test_what_runs_eagerly_is_not_traced(hk):
     step(torch.ones(1))
     assert compiled == [True, False]
     assert weight.grad.item() == 6
-
-
-@on_ranks("torch", n=1)
-def test_code_and_callers_are_read(hk):
-    import functools
-
-    import torch
-
-    from hvdkit.torch import private
-
-    def limited(gradient: Any, limit: float = 1.0) -> Any:
-        return torch.clamp(gradient, -limit, limit)
-
-    assert private.names_clipping(limited)
-    assert private.names_clipping(functools.partial(limited, limit=2.0))
-    assert not private.names_clipping(lambda gradient: 2 * gradient)
-
-    def inner() -> list[Any]:
-        return list(private.variables_of_callers(but="/nowhere"))
-
-    mine = object()
-    held = inner()
-    assert any(one is mine for one in held) and any(one is Counter for one in held)
-    assert not any(one is mine for one in private.variables_of_callers(but=str(Path(__file__).parent)))
 
 
 @on_ranks("torch", n=2)

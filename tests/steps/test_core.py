@@ -76,7 +76,6 @@ def test_buckets_are_closed_when_they_are_full_and_hold_one_kind():
     assert layout.in_buckets(kinds, [4, 9, 6, 3, 1, 2], limit=10) == [[0, 2], [1, 4], [3, 5]]
     assert layout.in_buckets(kinds, [10] * 6, limit=10) == [[0], [1], [2], [3], [4], [5]]
     assert layout.in_buckets([], [], limit=1) == []
-    assert layout.by_kind(kinds) == {"a": [0, 2, 3, 5], "b": [1, 4]}
 
 
 def test_gradients_are_ordered_as_they_arrived_on_the_first_rank():

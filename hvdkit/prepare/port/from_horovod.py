@@ -124,7 +124,9 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
     if has_stars(call) or len(call.args) > 2 or not plan.case.name(call).endswith(".DistributedOptimizer"):
         raise Unsure(call, "which arguments Horovod's optimizer gets the text does not show",
                      f"{plan.hk}.distribute(optimizer, model, compression=\"fp16\", op=\"average\")")  # fmt: skip
-    odd = [keyword.arg for keyword in call.keywords if keyword.arg not in _KNOWN]
+    odd = [
+        one.arg for one in call.keywords if one.arg not in _KNOWN or (one.arg, type(one.value)) == ("groups", ast.List)
+    ]
     optimizer, named = argument(call, "optimizer", 0), argument(call, "named_parameters", 1)
     models = plan.models_of(named) if named is not None else _stepped(plan, optimizer)
     if odd or len(models) != 1 or optimizer is None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,7 @@ def test_slurm_takes_every_option_of_hvdkit_job_from_a_site_of_ones_own(cluster,
         f"gpus_per_node = 1\nqueues = [{queue}]\n"
     )
     wanted = ["--site", "mine.toml", "--nodes", "2", "--ppn", "2", "--walltime", "00:05:00", "--gpus-per-node", "0"]
-    wanted += ["--mem", "1M", "--exclusive", "--directive", "--array=3-4%1", "--output", "said.%a", "-o", "job.sh"]
+    wanted += ["--mem", "1M", "--exclusive", "--array", "3-4%1", "--output", "said.%a", "-o", "job.sh"]
     told = [sys.executable, "-m", "hvdkit.cli", "job"]
     program = ["printenv", "SLURM_ARRAY_TASK_ID"]
     written = cluster.run(*told, *wanted, "--", *program, **environment)
@@ -118,6 +117,23 @@ def test_slurm_takes_every_option_of_hvdkit_job_from_a_site_of_ones_own(cluster,
     refused = cluster.run(*told, *wanted, "--force", "--nodes", "3", "--", *program, **environment)
     assert refused.returncode == 2
     assert "site mine has no queue for that (short: 1 to 2 nodes, 00:10:00)" in refused.stderr
+
+
+def test_submit_shows_what_the_job_prints_and_ends_with_its_status(cluster, environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = [sys.executable, "-m", "hvdkit.cli", "job", "--system", "slurm", "--nodes", "1", "--ppn", "1"]
+    told += ["--walltime", "00:05:00", "--submit"]
+    failing = cluster.run(*told, "--", "sh", "-c", "echo it trains; sleep 1; echo it fails; exit 3", **environment)
+    assert failing.returncode == 3, failing.stderr
+    assert "it trains\n" in failing.stdout and "it fails\n" in failing.stdout
+    assert re.search(
+        r"Job \d+ is submitted to slurm\.\n(.*\n)*Job \d+ has ended: FAILED, exit status 3\.", failing.stderr
+    )
+    assert cluster.run(*told, "--", "true", **environment).returncode == 0
+    several = cluster.run(*told, "--array", "1-2", "--", "true", **environment)
+    assert several.returncode == 0 and "has ended" not in several.stderr
+    refused = cluster.run(*told, "--queue", "nowhere", "--", "true", **environment)
+    assert refused.returncode == 1 and re.search(r"hvdkit: sbatch took no job: .*partition", refused.stderr)
 
 
 def test_the_rank_that_failed_is_named_lines_are_tagged_and_depth_binds(cluster, environment):
@@ -168,27 +184,28 @@ def test_ranks_on_two_nodes_save_at_a_warning_and_when_the_job_is_told_to_end(cl
     )
 
 
-def test_a_job_is_warned_saves_and_is_queued_again(cluster, environment, tmp_path, monkeypatch):
+def test_a_job_is_warned_saves_is_queued_again_and_followed(cluster, environment, tmp_path, monkeypatch):
+    """It waits for the first job, whose reason is said, and begins anew when it is queued again."""
     monkeypatch.chdir(tmp_path)
-    log = tmp_path / "said"
-
-    def said(wanted):
-        deadline = time.monotonic() + 200
-        while not log.is_file() or wanted not in log.read_text():
-            assert time.monotonic() < deadline, log.is_file() and log.read_text()
-            time.sleep(0.2)
-
+    first = cluster.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--wrap", "sleep 300").stdout.strip()
     code = "import os, signal, time\ndef save(*_): print('saved', flush=True)\nsignal.signal(signal.SIGUSR1, save)\n"
     code += "again = os.environ.get('SLURM_RESTART_COUNT')\nprint('restart', again, flush=True)\n"
     code += "for _ in range(0 if again else 3000): time.sleep(0.1)"
-    Path("script.py").write_text(code)
     told = [sys.executable, "-m", "hvdkit.cli", "job", "--system", "slurm", "--nodes", "1", "--ppn", "1", "--requeue"]
-    told += ["--signal", "USR1@30", "--walltime", "00:05:00", "--output", "said", "-o", "job.sh"]
-    written = cluster.run(*told, "--", sys.executable, "script.py", **environment)
-    assert written.returncode == 0, written.stderr
-    number = cluster.run("sbatch", "--parsable", "job.sh", **environment).stdout.strip()
-    said("[0] restart None\n")
+    Path("script.py").write_text(code)
+    told += ["--signal", "USR1@30", "--walltime", "00:05:00", "--submit"]
+    job = subprocess.Popen(
+        [*told, "--", sys.executable, "script.py"],
+        env={**os.environ, **cluster.environment, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    number = re.match(r"Job (\d+) is submitted", job.stderr.readline())[1]
+    assert re.fullmatch(r"Job \d+: pending \((Resources|Priority)\)\n", job.stderr.readline())
+    cluster.run("scancel", first)
+    assert job.stdout.readline() == "[0] restart None\n"
     cluster.run("scancel", "--batch", "--signal=USR1", number)  # as Slurm itself does at B:USR1@30
-    said("[0] saved\n")
+    assert job.stdout.readline() == "[0] saved\n"
     cluster.run("scontrol", "requeue", number)
-    said("[0] restart 1\n")
+    output, errors = job.communicate(timeout=200)
+    assert "[0] restart 1\n" in output, errors
+    assert (job.returncode, errors.splitlines()[-1]) == (0, f"Job {number} has ended: COMPLETED, exit status 0.")

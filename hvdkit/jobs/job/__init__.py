@@ -1,4 +1,12 @@
-"""Batch scripts for PBS, Slurm and LSF, and MPIJobs for Kubernetes.
+"""Writes batch scripts for PBS, Slurm, LSF and Cobalt, and MPIJobs for Kubernetes.
 
-It starts nothing and shares with ``launch`` only the command line that it writes: a script runs elsewhere.
+::
+
+    options ── (model.BatchJob, checked)    what the user asks for
+    sites/*.toml ── site                what a site wants said and what it gives: the queue that fits, or one sentence
+       └── script                       the script, its directives by one row per batch system
+    options ── kubernetes               an MPIJob, which no site has a say in
+
+It is a room of its own beside ``launch`` because it starts nothing and runs elsewhere: on a login node, for a machine
+that may have another Python, MPI and launcher. All it shares with ``launch`` is the command line that it writes.
 """

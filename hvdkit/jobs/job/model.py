@@ -13,7 +13,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.launch.options import LAUNCHERS, typed
 
 SINGLE_LINE, SHELL, WALLTIME = r"\A[^\r\n]*\Z", r"\A#![^\r\n]*bash[^\r\n]*\Z", r"\A[0-9]{1,3}(:[0-5][0-9]){2}\Z"
-SYSTEM_NAMES = ("pbs", "slurm", "lsf")
+SYSTEM_NAMES = ("pbs", "slurm", "lsf", "cobalt")
 SYSTEM, LAUNCHER = (rf"\A({'|'.join(names)})\Z" for names in (SYSTEM_NAMES, ("auto", *LAUNCHERS)))
 FORMS = {
     SINGLE_LINE: "that is a single line",
@@ -58,6 +58,7 @@ class BatchJob:
     constraint: str | None = typed(metavar="C", help="Slurm: features that the hosts must have  [default: the site's]")
     mem: str | None = typed(metavar="M", help="Memory of each host, such as 64G.")
     exclusive: bool = typed(is_flag=True, settled=False, help="Request whole hosts.")
+    array: str | None = typed(metavar="A-B[:S][%M]", help="Submit a job array, with at most M jobs running.")
     log: str | None = typed("--output", metavar="LOG", help="File for the job's output, in the batch system's pattern.")
     stage: bool = typed(is_flag=True, settled=False, help="Copy the environment to the hosts' local disks first.")
     signal: str | None = typed(
@@ -65,6 +66,7 @@ class BatchJob:
         help="Have it sent so long before the time limit, such as USR1@120, to save in.",
     )
     requeue: bool = typed(is_flag=True, settled=False, help="Queue the job again when it is preempted or loses a host.")
+    mail_type: str | None = typed(metavar="EVENTS", help="Have mail sent: ALL, or some of BEGIN,END,FAIL,REQUEUE.")
     directive: tuple[str, ...] = typed(
         multiple=True, settled=(), metavar="TEXT", help="A further directive, without its prefix; repeatable."
     )
@@ -114,6 +116,7 @@ class Site(Part, frozen=True):
         system: a name of ``SYSTEM_NAMES``.
         name: of its file.
         source: where the numbers come from and when that was read.
+        retired: when and how the machine ended, "" for one that runs.
         launcher: for ``hvdkit launch --launcher``.
         shell: the first line of the script.
         directives: further ones, without their prefix.
@@ -134,6 +137,7 @@ class Site(Part, frozen=True):
     system: Annotated[str, Meta(pattern=SYSTEM)]
     name: str = ""
     source: tuple[Line, ...] = ()
+    retired: Line = ""
     launcher: Annotated[str, Meta(pattern=LAUNCHER)] = "auto"
     shell: Annotated[str, Meta(pattern=SHELL)] = "#!/bin/bash"
     directives: tuple[Line, ...] = ()

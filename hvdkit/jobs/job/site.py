@@ -96,13 +96,18 @@ def settle(job: BatchJob, site: Site) -> BatchJob:
     )
 
 
-def note(job: BatchJob, site: Site) -> str | None:
-    """A sentence where the site file does not know the queue or QOS that the user names, and nothing checks it."""
-    if not site.queues or _candidates(job, site):
-        return None
-    what = f"queue {job.queue}" if job.queue else f"QOS {job.qos}"
-    names = dict.fromkeys(queue.name for queue in site.queues)
-    return f"{what} is not among those of site {site.name} ({', '.join(names)}), so that nothing checks what it gives."
+def notes(job: BatchJob, site: Site) -> list[str]:
+    """What the user should know of a script that is written all the same, a sentence each."""
+    found = []
+    if site.retired:
+        found.append(f"{site.name} is retired: {site.retired}; its site file serves as an example for systems like it.")
+    if site.queues and not _candidates(job, site):
+        what = f"queue {job.queue}" if job.queue else f"QOS {job.qos}"
+        known = dict.fromkeys(queue.name for queue in site.queues)
+        found.append(
+            f"{what} is not among those of site {site.name} ({', '.join(known)}), so that nothing checks what it gives."
+        )
+    return found
 
 
 def _candidates(job: BatchJob, site: Site) -> list[Queue]:

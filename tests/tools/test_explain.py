@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 import sys
 import types
 from collections import Counter
@@ -49,11 +50,12 @@ from hvdkit.jobs.launch.options import Request
 from hvdkit.observe import step_files, step_marks
 from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
-from hvdkit.read.explain import explain, step_causes
+from hvdkit.read.explain import exchange, explain, step_causes
 from hvdkit.read.explain.cli import LINES, lines
 from hvdkit.read.explain.results import Explanation, JobLaunch
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 from hvdkit.read.timeline import summary as timeline_summary
+from hvdkit.read.timeline.measures import Distribution
 
 SAYS = {
     fsync: "waits for its disk (fsync)",
@@ -803,3 +805,54 @@ def test_several_optimizers_take_one_step(monkeypatch):
     before = monitor.steps
     hooks.step(Optimizer(), inner=generator)
     assert monitor.steps == before, "the step within another one's is none of its own"
+
+
+def between_hosts(tmp_path, exchange, hosts=(1, 2), dtype="float32"):
+    """What is advised about an exchange of 2**20 numbers that takes so long, on ranks of these hosts."""
+    job = Job(ranks=2)
+    job.exchange, job.hosts = exchange, list(hosts)
+    job.write(tmp_path)
+    path = exchanging(job, tmp_path / "timeline.json", size=1 << 20, moves=exchange)
+    path.write_text(path.read_text().replace("float32", dtype))
+    return explain([tmp_path])
+
+
+def test_a_slow_link_is_told_what_each_compression_saves(tmp_path):
+    said = between_hosts(tmp_path, 0.06)
+    (advice,) = [one.advice for one in said.causes if one.kind == "exchange"]
+    saved = {name: (1 - number / 4) * 0.06 - cost * 2**20 for name, number, cost in COMPRESSED}
+    assert saved["int8"] - saved["bf16"] > 0.05 * said.step_s
+    told = {name: float(ms) * 1e-3 for name, ms in re.findall(r'"(\w+)" by ([\d.]+) ms', advice)}
+    assert told == pytest.approx(saved, rel=0.02) and list(told) == ["bf16", "int8"]
+    assert f"({100 * saved['bf16'] / said.step_s:.0f}%)" in advice
+
+
+COMPRESSED = (("bf16", 2, 0.75e-9), ("int8", 260 / 256, 2e-9))
+
+
+def test_a_faster_link_is_told_of_bf16_alone_since_int8_takes_longer_to_pack(tmp_path):
+    (advice,) = [one.advice for one in between_hosts(tmp_path, 0.007).causes if one.kind == "exchange"]
+    assert '"bf16" by' in advice and "int8" not in advice
+
+
+@pytest.mark.parametrize(
+    "where", [{"hosts": (1, 1)}, {"hosts": (None, None)}, {"dtype": "float16"}], ids=["one host", "unknown", "halves"]
+)
+def test_compression_is_not_advised_where_it_saves_nothing(tmp_path, where):
+    said = between_hosts(tmp_path, 0.06, **where)
+    assert {one.kind for one in said.causes} & {"exchange", "large-tensors"}
+    assert not any("compression" in one.advice for one in said.causes)
+
+
+def test_the_published_steps_over_1_gbit_are_advised_what_they_were_measured_to_save():
+    """docs/slow_networks.md: 733 ms without, 392 with bf16, 250 with int8; of 80 MB, which take 640 ms."""
+    whole = Distribution(10, 6.4e6, 6.4e5, 6.4e5, 6.4e5, 6.4e5)
+    tensor = types.SimpleNamespace(kind="ALLREDUCE", dtype="float32", count=10, bytes=80_000_000)
+    summary = types.SimpleNamespace(
+        steps=types.SimpleNamespace(communication=whole, bytes=80_000_000, count=10),
+        batches=types.SimpleNamespace(large_share=1.0),
+        tensors=[tensor],
+    )
+    said = exchange.compression(summary, 0.64, 0.733)
+    told = {name: 733 - float(ms) for name, ms in re.findall(r'"(\w+)" by ([\d.]+) ms', said)}
+    assert told == pytest.approx({"bf16": 392, "int8": 250}, rel=0.25)

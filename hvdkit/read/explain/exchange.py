@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.allreduce import NUMBER_BYTES
+from hvdkit.common.allreduce import COMPRESSIONS, NUMBER_BYTES
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import SENTENCES, Cause, many_small
@@ -18,6 +18,7 @@ from hvdkit.read.timeline.causes import outside_cache
 from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import covered, union
 from hvdkit.read.timeline.model import NORMS, SHARED
+from hvdkit.read.timeline.results import TimelineSummary
 
 KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "shard_state", "sparse", NORMS})
 """What is told here."""
@@ -28,6 +29,8 @@ _LEAST_WAIT, _LEAST_WAIT_US = 0.1, 1500.0
 """Share of a step, and microseconds, from which on waiting for Horovod is one: a cycle is a millisecond by default."""
 _MANY = 8
 """Small exchanges in a step from which on waiting for each of them is on account of their number."""
+_PAYS = 0.05
+"""Share of a step from which on compression, or a stronger one, is worth its rounding."""
 _ANEW = 0.2
 """Part of the operations that are negotiated anew, from which on it is their names' doing."""
 
@@ -114,6 +117,33 @@ def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> 
         seen = f"{size} in a step; {duration_text(large)} of them after its last rank was ready."
         add("large-tensors", large, (what, SENTENCES["large-tensors"][1]), seen)
     return found
+
+
+def compression(summary: TimelineSummary, lost_s: float, step_s: float) -> str:
+    """What fewer bytes would save of an exchange between hosts, a sentence and a blank; "" where that is too little.
+
+    Of the time of data that moves, float32 gradients take less in proportion to their bytes, and packing comes on top.
+    What the backward pass hides today is taken to be as long then, so that no more is promised than comes.
+
+    ``lost_s`` of each step of ``step_s`` seconds is from its last rank's gradients until all ranks have the mean.
+    """
+    steps, batches = summary.steps, summary.batches
+    if steps is None or steps.communication is None or batches is None or not steps.bytes:
+        return ""
+    wide = sum(
+        tensor.bytes or 0
+        for tensor in summary.tensors
+        if (tensor.kind, tensor.dtype) == ("ALLREDUCE", "float32") and 2 * tensor.count > steps.count
+    )
+    moving = 1e-6 * steps.communication.total / steps.communication.count * batches.large_share
+    moved = min(lost_s, moving) * min(1.0, wide / steps.bytes)
+    found, best = list[str](), 0.0
+    for name, how in COMPRESSIONS.items():
+        saved = moved * (1 - how.number / 4) - how.packing_s * wide / 4
+        if saved - best >= _PAYS * step_s:
+            found.append(f'"{name}" by {duration_text(1e6 * saved)} ({share_text(saved / step_s)})')
+            best = saved
+    return f"distribute(compression=) would shorten a step: {', '.join(found)}. " if found else ""
 
 
 def _without_recording(steps: Floats, inside: NDArray[np.bool_], waited: Floats) -> float:

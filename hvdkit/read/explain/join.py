@@ -142,6 +142,10 @@ def _of_timeline(job: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
             at = job.causes.index(whole)
             job.causes[at : at + 1] = [rest] if left > 0.5 * whole.lost_s else []
         job.causes += exact
+    elif job.steps is not None and None not in job.steps.hosts and len({*job.steps.hosts}) > 1:
+        for at, one in enumerate(job.causes):  # within a host compression costs time
+            saves = exchange.compression(summary, one.lost_s, job.steps.step_s) if one.kind == "exchange" else ""
+            job.causes[at] = replace(one, advice=f"{saves}{one.advice}")
     return list(summary.causes), f"{summary.operations} operations"
 
 

@@ -148,8 +148,7 @@ def _candidates(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candida
             "exchange",
             f"The allreduce of gradients, and the update, come after the last {_recorded(job)}rank is ready.",
             f"{share_text(share)} of {_ms(job.step_s)} a step, on average",
-            f"{SENTENCES['large-tensors'][1]} hvdkit launch --timeline FILE says what the time goes to, "
-            "hvdkit emulate --compression what fewer bytes save between hosts.",
+            f"{SENTENCES['large-tensors'][1]} hvdkit launch --timeline FILE says what the time goes to.",
             _LEAST["exchange"], exchange=job.exchange,
         )  # fmt: skip
 

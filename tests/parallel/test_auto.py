@@ -81,9 +81,9 @@ def keras_mean(hk: Any) -> Any:
     return mean
 
 
-def arrays_mean(hk: Any, progress: str) -> Any:
-    reduce = hk.distribute({"w": np.zeros(SIZE, np.float32)}, compression="auto", progress=progress)
-    if progress == "calls":
+def arrays_mean(hk: Any, *, started: bool) -> Any:
+    reduce = hk.distribute({"w": np.zeros(SIZE, np.float32)}, compression="auto")
+    if started:
         return lambda given: reduce.start({"w": given}).wait()["w"]
     return lambda given: reduce({"w": given})["w"]
 
@@ -108,7 +108,7 @@ def mean_of(hk: Any, world: Any, how: str) -> Any:
         return tensorflow_mean(hk, in_graph=how == "compiled")
     if hk.__name__ == "hvdkit.keras":
         return keras_mean(hk)
-    return average_mean(hk, world) if how == "compiled" else arrays_mean(hk, "calls" if how == "behind" else "thread")
+    return average_mean(hk, world) if how == "compiled" else arrays_mean(hk, started=how == "behind")
 
 
 TIMES = pytest.mark.parametrize(

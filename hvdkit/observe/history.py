@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
+"""In the first, a training that went back had cut the file; such a file is read as it is."""
 NAME = "metrics.jsonl"
 _SYNC_S = 5.0
 """A machine that goes down may take so many seconds of the history with it; a job that is killed takes none."""
@@ -105,7 +106,9 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
 def _line(text: bytes) -> dict[str, Any] | None:
     try:
         line: dict[str, Any] = json.loads(text)
-        if not text.endswith(b"\n") or not isinstance(line["kind"], str) or int(line["step"]) < 0:
+        if not text.endswith(b"\n") or not isinstance(line["kind"], str):
+            return None
+        if type(line["step"]) is not int or line["step"] < 0:
             return None
         if line["kind"] == "window":
             columns = [column for name, column in line["ranks"].items() if name != "quantiles"]

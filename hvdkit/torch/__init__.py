@@ -43,6 +43,7 @@ from hvdkit.torch.backward import tell_how_many
 from hvdkit.torch.batch_norm import average_statistics, gather, sync_batch_norm
 from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
+from hvdkit.torch.copies import COPIES
 from hvdkit.torch.data import shard
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.device import Precision, pin_device
@@ -176,7 +177,8 @@ def broadcast_state(
         raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
     end_windows()
     tell_how_many(RANKS, hvd.global_process_set)
-    state.broadcast(model, optimizer, root)
+    with COPIES.found_after(model):
+        state.broadcast(model, optimizer, root)
     end_each_step(model)
     if buffers == "each step" and hvd.size() > 1:
         broadcast_each_step(model, root)

@@ -230,13 +230,14 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         divergence.UNDISTRIBUTED.look(optimizer, lambda one: any(exchange.has(one) for exchange in found))
     for exchange in found:
         exchange.take_fingerprint(optimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    by_place = len(args) > 1 and callable(args[1])
+    closure = args[1] if by_place else kwargs.get("closure")
     if not callable(closure):
         for exchange in found:
             exchange.step_by(optimizer)
         return args, kwargs
     averaging = next((exchange.averaging(closure) for exchange in found if exchange.steps_as(optimizer)), closure)
-    if len(args) > 1:
+    if by_place:
         return (args[0], averaging, *args[2:]), kwargs
     return args, {**kwargs, "closure": averaging}
 

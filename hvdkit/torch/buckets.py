@@ -55,7 +55,10 @@ class BucketLayout:
             raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
         groups = self.groups
         if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise InvalidArgumentError(f"groups must be an integer >= 1, got {groups!r}.")
+            got = repr(groups) if isinstance(groups, int | float | str) else f"a {type(groups).__name__}"
+            raise InvalidArgumentError(
+                f"groups must be an integer >= 1, got {got}; lists of parameters are not taken: leave it out."
+            )
 
     def split(self, named: Named) -> Iterable[Named]:
         """The members of each bucket, in their order."""

@@ -29,6 +29,8 @@ _INSTEAD = {
     "drop_last": "say what becomes of the last partial batch with remainder=",
 }
 
+_MOST_DRAWS = 2**31  # without an end, as in minGPT's num_samples=int(1e10), they would fill the memory
+
 
 def shard(
     dataset: torch.utils.data.Dataset[Any],
@@ -117,12 +119,18 @@ def _draws(sampler: Any) -> int:
             "shard has shuffle, seed and, for drop_last, remainder."
         )
     try:
-        return len(sampler)
+        draws = len(sampler)
     except (TypeError, NotImplementedError):
         raise InvalidArgumentError(
             f"shard needs a sampler with a length, got {type(sampler).__name__}; give it a __len__: the number of "
             "samples that it draws for an epoch."
         ) from None
+    if draws > _MOST_DRAWS:
+        raise InvalidArgumentError(
+            f"{type(sampler).__name__} draws {draws} samples for an epoch, whose order is held in memory; let it draw "
+            f"fewer, at most {_MOST_DRAWS}, and loop over the loader again for the next epoch."
+        )
+    return draws
 
 
 @dataclass(frozen=True, slots=True)

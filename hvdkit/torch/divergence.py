@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,10 +16,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import torch_tensors
 from hvdkit.steps.untrained import Seen, UntrainedState
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
-from hvdkit.torch.buckets import Named, Parameter
+from hvdkit.torch.buckets import Named, Parameter, total_norm
 from hvdkit.torch.nested import flattened
 from hvdkit.torch.private import eagerly
 from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, parameters_of, plain_name
@@ -28,8 +30,10 @@ _EACH_STEP: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDic
 _OBSERVERS = ("torch.ao.quantization", "torchao.quantization")
 _PART = 1 << 22
 """Numbers that are looked at together: PyTorch copies them to float64."""
-_MOVES = 3
-"""How often what nobody averages has moved when that is told: inner loops need not move it."""
+_MOVES, _LOOKS = 3, 50
+"""How often what nobody averages has moved when that is told; how often one looks: inner loops need not move it."""
+_AT_LIMIT = 2e-5
+"""How near a clipped norm is to its limit: ``clip_grad_norm_`` adds 1e-6 to it."""
 _ALONE = 100
 """Steps of an optimizer after which it is no inner loop, though nothing has been averaged in between."""
 
@@ -141,6 +145,39 @@ def end_each_step(model: torch.nn.Module) -> None:
         handle.remove()
 
 
+class Clipped:
+    """Warns of gradients that came from no backward and that a program clips, by this rank's own norm.
+
+    Clipping changes them in place, as ``copy_`` and ``add_`` do, and leaves their norm or their largest number at the
+    limit, a round number and the same one in the next step.
+    """
+
+    def __init__(self) -> None:
+        self._looks, self._limit = _LOOKS, math.nan
+
+    def look(self, gradients: list[torch.Tensor]) -> None:
+        """Of all parameters, before they are averaged."""
+        if not self._looks or not gradients or not all(gradient._version for gradient in gradients) or not can_look():
+            return
+        self._looks -= 1
+        dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+        largest = max(float(gradient.abs().max()) for gradient in dense if gradient.numel())
+        limit = next(filter(_is_round, (float(total_norm(dense)), largest)), math.nan)
+        if math.isclose(limit, self._limit, rel_tol=_AT_LIMIT):
+            self._looks = 0
+            warnings.warn(
+                f"step() averages gradients that came from no backward(), and they look clipped to {limit:.2g}: each "
+                "rank clips by its own norm. Give .grad the mean over ranks by hvd.allreduce, and clip then.",
+                stacklevel=5,
+            )
+        self._limit = limit
+
+
+def _is_round(number: float) -> bool:
+    """Whether somebody chose it: it has two digits, such as 0.5, 40 or 0.25."""
+    return 0 < number < math.inf and math.isclose(number, float(f"{number:.1e}"), rel_tol=_AT_LIMIT)
+
+
 class Undistributed:
     """Warns of an optimizer that steps, beside distributed ones, with gradients that nobody averages.
 
@@ -187,3 +224,64 @@ class Undistributed:
 
 
 UNDISTRIBUTED = Undistributed()
+
+
+class Within:
+    """Refuses parameters that move while backward computes: a hook steps by hand, with this rank's own gradients.
+
+    Attributes:
+        watched: what it looks at in this backward.
+    """
+
+    def __init__(self) -> None:
+        self.watched: list[weakref.ref[Parameter]] = []
+        self._fingerprints = fingerprints([])
+
+    def begin(self, trained: Named) -> None:
+        """A backward has reached these parameters."""
+        self.watched = [weakref.ref(parameter) for _, parameter in trained] if can_look() else []
+        self._fingerprints = self._look()
+
+    def end(self) -> None:
+        """It has ended.
+
+        Raises:
+            InvalidArgumentError: they are not what they were.
+        """
+        now = self._look()
+        self.watched = []
+        if not np.array_equal(now, self._fingerprints, equal_nan=True):
+            raise InvalidArgumentError(
+                "parameters moved within backward(), where gradients are this rank's own and the mean is not there "
+                "yet: a hook changes them; step after backward()."
+            )
+
+    def _look(self) -> npt.NDArray[np.float64]:
+        return fingerprints(parameter for weak in self.watched if (parameter := weak()) is not None)
+
+
+class ByHand:
+    """Warns where parameters move between gradients of ``torch.autograd.grad``, which nobody averages."""
+
+    def __init__(self) -> None:
+        self._looks, self._moved = _LOOKS, 0
+        self._fingerprints: npt.NDArray[np.float64] | None = None
+
+    def look(self, parameter: Parameter | None, *, first: bool) -> None:
+        """A gradient that no backward averages; ``first``: since gradients were averaged."""
+        if first:
+            self._moved, self._fingerprints = 0, None
+        if parameter is None or not self._looks or not can_look():
+            return
+        self._looks -= 1
+        now = fingerprints([parameter])
+        self._moved += self._fingerprints is not None and not np.array_equal(now, self._fingerprints)
+        self._fingerprints = now
+        if self._moved == _MOVES:
+            self._looks = 0
+            warnings.warn(
+                "the parameters move between gradients of torch.autograd.grad, which hvdkit does not average: only "
+                "backward() and step() do. Assign these gradients to .grad and call step(), or average them by "
+                "hvd.allreduce.",
+                stacklevel=6,
+            )

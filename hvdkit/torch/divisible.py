@@ -19,6 +19,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.torch.state import keeps_its_state_itself
 
 _NUMBERS = 8192  # of each tensor that is tried, more than a block of an 8-bit state
+_TRIALS = itertools.count()
 _STEPS, _RATE = 3, 0.01
 Tensors = Sequence[torch.Tensor]
 Settings = list[dict[str, Any]]  # of parameter groups, such as a rate, which an optimizer may learn
@@ -106,6 +107,7 @@ def _stepped(
     step = inspect.unwrap(type(optimizer).step)  # whose wrapper tells everybody of a step
     trained = [one for members in parameters for one in members]
     with torch.random.fork_rng(devices=list({one.device for one in trained if one.is_cuda})), torch.no_grad():
+        torch.manual_seed(next(_TRIALS))  # one that draws does something else in each trial, as on each rank
         for number in range(_STEPS):
             for one in trained:
                 one.grad = torch.sin(one * (number + 2)) + one / 3

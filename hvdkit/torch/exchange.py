@@ -21,12 +21,13 @@ from hvdkit.core import layout as core_layout
 from hvdkit.core.control import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
-from hvdkit.steps.divergence import DivergenceCheck
+from hvdkit.steps.divergence import DivergenceCheck, next_due
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import divergence, private
 from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
 from hvdkit.torch.buckets import Bucket, BucketLayout, Named, Parameter, Reducer, obstacle_to, total_norm
+from hvdkit.torch.copies import COPIES
 from hvdkit.torch.sparse import AnyBucket, SparseGradient
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
@@ -123,6 +124,9 @@ class Exchange:
         self._averaged = False
         self._untrained = divergence.untrained_of(model)
         self._divergence = DivergenceCheck(self._untrained)
+        self._by_hand, self._asked = divergence.ByHand(), 0
+        self._clipped = divergence.Clipped()
+        self._within, self._backwards, self._next_look = divergence.Within(), 0, 1
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in exchanges()))
@@ -181,6 +185,10 @@ class Exchange:
         trains = parameter.requires_grad
         parameter.requires_grad_(True)  # hooks can be put only on what trains, and stay when it no longer does
         hooks = [parameter.register_post_accumulate_grad_hook(self._hook_of(None))]  # type: ignore[no-untyped-call]
+        if not self._members:
+            held = weakref.ref(parameter)
+            asked = private.eagerly(lambda _: self._see_gradient(held()))
+            hooks.append(parameter.register_hook(asked))  # type: ignore[no-untyped-call]
         if self._options.op == "sum":
 
             def times_ranks(gradient: torch.Tensor) -> torch.Tensor:
@@ -190,6 +198,12 @@ class Exchange:
             hooks.append(parameter.register_hook(times_ranks))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trains)
         return hooks
+
+    def _see_gradient(self, parameter: Parameter | None) -> None:
+        """Every gradient of one parameter, also of ``torch.autograd.grad``; the first is that of a backward."""
+        self._asked += 1
+        if self._asked > 1 and self._among_others():
+            self._by_hand.look(parameter, first=self._asked == 2)
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
@@ -213,8 +227,16 @@ class Exchange:
     def begin(self, late: bool = False) -> None:
         """The first gradient of a backward is there; ``late``: none was, and a step is about to be taken."""
         self.active = self._among_others()
+        self._asked = 0
         if self.active and not late:
             divergence.UNDISTRIBUTED.exchanges += 1
+            if COPIES.found:
+                COPIES.tell()
+            self._within.watched = []  # an error may have ended the last one
+            self._backwards += 1
+            if self._backwards >= self._next_look:
+                self._next_look = next_due(self._backwards)
+                self._within.begin(divergence.own(self.training(), self.optimizer()))
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
@@ -301,6 +323,8 @@ class Exchange:
 
     def finish(self, flags: Flags) -> None:
         """All have arrived, and the ranks say so much; then all gradients are the mean."""
+        if self._within.watched:
+            self._within.end()
         if not self.exchanging:
             return
         if flags.has_fingerprint and self._agreed is not None:  # also where they train others from now on
@@ -427,6 +451,8 @@ class Exchange:
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
         if self._members and not self._averaged:
+            if not self._local and self._among_others():
+                self._clipped.look([one.grad for _, one in self.training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
             exchange_all([self])

@@ -144,7 +144,7 @@ class Placing:
             if id(mine) not in self._taken and _fits(mine, theirs):
                 target = mine
             elif isinstance(theirs, torch.Tensor):
-                target = theirs
+                target = theirs if is_dense(theirs) or device is None else theirs.to(device)
             else:
                 there = device if device is not None and device.type == theirs.device_type else theirs.device_type
                 target = torch.empty(theirs.shape, dtype=theirs.dtype, device=there)

@@ -1,6 +1,7 @@
 """PyTorch programs whose ranks train apart end with one error on every rank; those that only seem to, go on."""
 
 import copy
+import types
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +21,17 @@ def batch(world: Any, step: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(12, 6, generator=generator, dtype=torch.float64)[world.rank :: world.size]
     return x, x.sum(dim=1, keepdim=True).sin()
+
+
+def warnings_of_steps(world: Any, model: Any, optimizer: Any, text: str) -> list[str]:
+    """Those with ``text`` that a training of some steps gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, *batch(world, step)).backward()
+            optimizer.step()
+    return [str(one.message) for one in found if text in str(one.message)]
 
 
 def net(seed: int = 0) -> Any:
@@ -203,6 +215,85 @@ def test_a_rank_that_has_joined_is_not_counted(hk, world):
     hk.check_agreement(model, optimizer, world)
 
 
+@pytest.mark.parametrize("how", ["assigned", "copied", "added up", "halved", "clipped by norm", "clipped by value"])
+@on_ranks("torch", n=2)
+def test_clipping_gradients_that_no_backward_made_is_one_warning(hk, world, how):
+    """The step averages them, so that only what came before it is this rank's own."""
+    import torch
+
+    model, optimizer = begin(hk)
+    parameters = list(model.parameters())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            gradients = torch.autograd.grad(loss_of(model, *batch(world, step)), parameters)
+            for one, gradient in zip(parameters, gradients, strict=True):
+                one.grad = gradient if how in ("assigned", "clipped by norm") else torch.zeros_like(one)
+                if one.grad is not gradient:
+                    one.grad.copy_(gradient)
+                if how == "added up":
+                    one.grad.add_(gradient)
+                if how == "halved":
+                    one.grad.mul_(0.5)
+            if how == "clipped by norm":
+                torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            if how == "clipped by value":
+                torch.nn.utils.clip_grad_value_(parameters, 0.05)
+            optimizer.step()
+    said = [str(one.message) for one in found if "came from no backward" in str(one.message)]
+    assert len(said) == how.startswith("clipped")
+    assert all(("look clipped to 0.1" if "norm" in how else "look clipped to 0.05") in one for one in said)
+    hk.check_agreement(model, optimizer, world)
+
+
+def by_hand(model: Any, parameters: list[Any], loss: Any) -> None:
+    """A step of gradient descent without optimizer and backward."""
+    import torch
+
+    for one, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        one.data -= 0.1 * gradient
+
+
+def by_hand_and_back(model: Any, parameters: list[Any], loss: Any) -> None:
+    """An inner step at other weights, which are put back, and a backward: what first-order MAML does."""
+    kept = [one.detach().clone() for one in parameters]
+    by_hand(model, parameters, loss)
+    loss_of(model, *batch_of_ones()).backward()
+    for one, value in zip(parameters, kept, strict=True):
+        one.data.copy_(value)
+
+
+def slopes(model: Any, parameters: list[Any], loss: Any) -> None:
+    """What a second order asks for: several gradients, and nothing moves."""
+    import torch
+
+    for _ in range(4):
+        torch.autograd.grad(loss, parameters, retain_graph=True)
+
+
+def batch_of_ones() -> tuple[Any, Any]:
+    import torch
+
+    return torch.ones(4, 6, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("step_of", "told"), [(by_hand, True), (by_hand_and_back, False), (slopes, False)])
+@on_ranks("torch", n=2)
+def test_steps_by_hand_from_gradients_that_nobody_averages_are_one_warning(hk, world, step_of, told):
+    model, optimizer = begin(hk)
+    hk.broadcast_state(model, optimizer)
+    parameters = list(model.parameters())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            step_of(model, parameters, loss_of(model, *batch(world, step)))
+            if step_of is by_hand_and_back:
+                optimizer.step()
+    said = [str(one.message) for one in found if "torch.autograd.grad" in str(one.message)]
+    assert len(said) == told and all("average them by hvd.allreduce" in one for one in said)
+
+
 @on_ranks("torch", n=2)
 def test_the_rounding_of_a_type_is_no_divergence(hk, world):
     import torch
@@ -323,22 +414,117 @@ def test_an_optimizer_that_distribute_has_not_got_is_one_warning(hk, world, prog
     assert len(said) == told and all("(SGD)" in one for one in said)
 
 
+def network(hk: Any, world: Any, model: Any) -> Any:
+    """A target network, made as the published program does, with this rank's first weights."""
+    return copy.deepcopy(model)
+
+
+def average_of_weights(hk: Any, world: Any, model: Any) -> Any:
+    return {name: one.clone() for name, one in model.state_dict().items()}
+
+
+def held_by_an_agent(hk: Any, world: Any, model: Any) -> Any:
+    """Beside more samples than are looked at."""
+    agent = types.SimpleNamespace(samples=[{"number": number} for number in range(30_000)])
+    agent.networks = {"target": [copy.deepcopy(model)]}
+    return agent
+
+
+def average_that_has_none_yet(hk: Any, world: Any, model: Any) -> Any:
+    """As in PyTorch's own example: its first update takes the model's weights."""
+    import torch
+
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+def broadcast_as_well(hk: Any, world: Any, model: Any) -> Any:
+    other = copy.deepcopy(model)
+    hk.broadcast_state(other)
+    return other
+
+
+def other_model(hk: Any, world: Any, model: Any) -> Any:
+    return net(world.rank + 10)
+
+
+def what_cannot_be_read(hk: Any, world: Any, model: Any) -> list[Any]:
+    """Of as many numbers as the first layer's weight: nested, with its memory freed, of a vmap that has ended."""
+    import torch
+
+    numbers = torch.ones(4, 5, 6, dtype=torch.float64)
+    nested, freed, ended = torch.nested.nested_tensor([numbers[0, :2], numbers[0, 2:]]), numbers[0].clone(), []
+    freed.untyped_storage().resize_(0)
+    torch.func.vmap(lambda one: ended.append(one) or one)(numbers)
+    return [nested, freed, *ended]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("kept", "reloads", "told"),
+    [
+        (network, False, True),
+        (average_of_weights, False, True),
+        (held_by_an_agent, False, True),
+        (network, True, False),
+        (average_that_has_none_yet, False, False),
+        (broadcast_as_well, False, False),
+        (other_model, False, False),
+        (what_cannot_be_read, False, False),
+    ],
+)
+@on_ranks("torch", n=3)
+def test_a_copy_made_before_the_broadcast_is_one_warning(hk, world, kept, reloads, told):
+    """The copy has this rank's first weights, the model the root's: a program without a seed."""
+    model, optimizer = begin(hk, seed=world.rank)
+    other = kept(hk, world, model)
+    hk.broadcast_state(model, optimizer)
+    if reloads:
+        other.load_state_dict(model.state_dict())
+    said = warnings_of_steps(world, model, optimizer, "made before broadcast_state")
+    assert len(said) == (told and world.rank > 0)
+    assert all("the 0.weight that this rank began with" in one for one in said)
+
+
+@on_ranks("torch", n=2)
+def test_a_copy_of_equal_models_is_no_warning(hk, world):
+    """Ranks that are seeded alike have equal copies."""
+    model, optimizer = begin(hk)
+    other = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hk.broadcast_state(model, optimizer)
+        loss_of(model, *batch(world, 0)).backward()
+    hk.check_agreement(other, None, world)
+
+
 @on_ranks("torch")
 def test_warnings_name_the_programs_own_line(hk, world):
     import torch
 
+    torch.manual_seed(world.rank)
     model, beside = torch.nn.Linear(3, 2), torch.nn.Linear(1, 1)
-    x = torch.ones(4, 3)
+    x, kept = torch.ones(4, 3), copy.deepcopy(model)
     plain = torch.optim.SGD(beside.parameters(), 0.1)
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.1), model)
-    hk.broadcast_state(model, optimizer)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
+        hk.broadcast_state(model, optimizer)
         for _ in range(4):
             optimizer.zero_grad()
             model(x).sum().backward()
             beside(x[:, :1]).sum().backward()
             optimizer.step()
             plain.step()
-    assert ["that distribute has not got" in str(one.message) for one in found] == [True]
+        for _ in range(2):
+            for one in model.parameters():
+                one.grad = torch.ones_like(one).mul_(0.1)
+            optimizer.step()
+        for _ in range(5):
+            gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), gradients, alpha=0.1)
+    texts = [str(one.message) for one in found]
+    parts = ["that distribute has not got", "came from no backward", "move between gradients"]
+    for part in [*parts, *(["made before broadcast_state"] if world.rank and kept is not None else [])]:
+        assert any(part in text for text in texts), (part, texts)
     assert {one.filename for one in found} == {__file__}

@@ -169,6 +169,19 @@ def test_what_runs_eagerly_is_not_traced(hk):
     assert weight.grad.item() == 6
 
 
+@on_ranks("torch", n=1)
+def test_callers_are_read(hk):
+    from hvdkit.torch import private
+
+    def inner() -> list[Any]:
+        return list(private.variables_of_callers(but="/nowhere"))
+
+    mine = object()
+    held = inner()
+    assert any(one is mine for one in held) and any(one is Counter for one in held)
+    assert not any(one is mine for one in private.variables_of_callers(but=str(Path(__file__).parent)))
+
+
 @on_ranks("torch", n=2)
 def test_a_step_crosses_five_modules_and_calls_python_once_for_each_parameter(hk, world):
     import torch

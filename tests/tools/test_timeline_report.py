@@ -235,7 +235,7 @@ def test_a_recording_without_steps_has_a_page(tmp_path):
 def test_a_recording_that_was_cut_off_has_a_page_that_says_so(tmp_path):
     (tmp_path / "cut.json").write_bytes(ATPESC.read_bytes()[:200_003])
     page = Page(render_report(tmp_path / "cut.json"))
-    assert "cut off or damaged" in page.text
+    assert "cut off at the end" in page.text
     assert_inert(page)
 
 

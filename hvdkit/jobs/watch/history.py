@@ -115,7 +115,6 @@ class Run:
         windows: in order, without those that a later job has taken again, and without their ranks.
         ranks: of the last window.
         reports: all of them.
-        checkpoint: the newest one.
         ended: the newest job has said that it is over.
         updated: time of the last line.
     """
@@ -132,7 +131,7 @@ class Run:
         self.windows: list[HistoryWindow] = []
         self.ranks: RankColumns | None = None
         self.reports: list[HistoryReport] = []
-        self.checkpoint: Mark | None = None
+        self._checkpoints: list[Mark] = []
         self.ended, self.updated = False, 0.0
 
     def read(self) -> None:
@@ -165,6 +164,11 @@ class Run:
             ) from error
         if not self.jobs:
             raise self._wrong("it has no complete line yet")
+
+    @property
+    def checkpoint(self) -> Mark | None:
+        """The newest one."""
+        return self._checkpoints[-1] if self._checkpoints else None
 
     @property
     def step(self) -> int:
@@ -225,20 +229,19 @@ class Run:
             raise self._wrong(f"it begins with {kind}, expected start")
         self.updated = max(self.updated, line.time)
         if isinstance(line, Start):
-            if line.schema != SCHEMA:
-                raise self._wrong(f"line {self._line} has schema {line.schema}, and this version knows {SCHEMA} alone")
+            if not 1 <= line.schema <= SCHEMA:
+                raise self._wrong(f"line {self._line} has schema {line.schema}, and this version knows 1 to {SCHEMA}")
             self.start, self.ended = line, False
             self.jobs += 1
             self.windows = [one for one in self.windows if one.step <= line.step]
-            if self.checkpoint is not None and self.checkpoint.step > line.step:
-                self.checkpoint = None
+            self._checkpoints = [one for one in self._checkpoints if one.step <= line.step]
         elif isinstance(line, HistoryWindow):
             self.ranks = line.ranks
             self.windows.append(msgspec.structs.replace(line, ranks=None))
         elif isinstance(line, HistoryReport):
             self.reports.append(line)
         elif kind == "checkpoint":
-            self.checkpoint = line
+            self._checkpoints.append(line)
         else:
             self.ended = True
 

@@ -97,7 +97,7 @@ class ShownProfile(Document, frozen=True):
     """
 
     kind = "mpi-profile"
-    schema = 3
+    schema = 4
     written_by = "hvdkit mpi-profile show --json"
 
     source: str

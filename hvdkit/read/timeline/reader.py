@@ -1,17 +1,21 @@
 """From the file to operations, as a stream: memory does not grow with the file.
 
 The file is one JSON array, mostly in one line, and may end anywhere. It is read in pieces; each piece is cut between
-two events and decoded at once. Begins are paired with ends, tensor by tensor.
+two events and decoded at once. Only a piece that is not valid JSON is looked at event by event. Begins are paired with
+ends, tensor by tensor.
 """
 
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -21,14 +25,23 @@ from hvdkit.read.timeline.model import CycleMark, Operation, Phase, TimelineEven
 
 LATEST = 1e17
 """Microseconds (three thousand years) past which a time is damage."""
+
+
 PIECE = 1 << 17
 """Bytes that are read and decoded at once."""
 TRIES = 4
-"""Braces, of which one ends an event, at which a piece is cut before half of it is tried."""
+"""Places between two events at which a piece is cut before it is looked at event by event."""
 LONGEST_EVENT = 1 << 16
 """Bytes after which something that does not end is not an event."""
+LONGEST_GAP = 1 << 24
+"""Bytes without an event after which the rest is not read: a hole, or zeros that unpack from nearly nothing."""
+
 
 _EVENTS = msgspec.json.Decoder(list[TimelineEvent])
+_EVENT = msgspec.json.Decoder(TimelineEvent)
+_BETWEEN = re.compile(rb"(?<=\})\s*,?\s*(?=\{)")
+"""Between two events; a name may look like that, too."""
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 class _Open:
@@ -57,7 +70,7 @@ class Recording:
     Attributes:
         path: the file.
         start_time_since_epoch: when the recording started, in microseconds since 1970; None where the file lost it.
-        dropped: what could not be used, as reason to number of events, such as {"cut off or damaged": 1}.
+        dropped: what could not be used, as reason to number of events, such as {"cut off at the end": 1}.
         events: number of events that could be decoded.
     """
 
@@ -80,11 +93,12 @@ class Recording:
     def items(self) -> Iterator[Operation | CycleMark]:
         """Operations and marks of cycles, in the order of the file (operations where they end)."""
         self._start_over()
-        with files.opened(self.path) as file:
+        with ExitStack() as stack:
+            file: IO[bytes] = stack.enter_context(files.opened(self.path))
             packed = file.read(2) == files.GZIP_MAGIC
             file.seek(0)
             # of what is cut off or damaged read1 gives what comes before
-            content = gzip.GzipFile(fileobj=file).read1 if packed else file.read
+            content = stack.enter_context(gzip.GzipFile(fileobj=file)).read1 if packed else file.read
             for events in _pieces(content, self.dropped):
                 self.events += len(events)
                 yield from self._ended(events)
@@ -203,32 +217,75 @@ def read(path: str | Path) -> Recording:
 
 
 def _pieces(content: Callable[[int], bytes], dropped: Counter[str]) -> Iterator[list[TimelineEvent]]:
-    """The events of a file, a piece at a time; ``content`` gives at most so many bytes that come next."""
-    rest = b""
-    while True:
+    """All events of a file, a piece at a time; what is unreadable is counted in ``dropped``.
+
+    Args:
+        content: gives at most so many bytes that come next.
+    """
+    rest, gap = b"", 0
+    while gap <= LONGEST_GAP:
         try:
             read = content(PIECE)
         except (EOFError, OSError, zlib.error):
-            dropped["compressed data damaged or cut off"] = 1
+            dropped["compressed data damaged or cut off"] += 1
             read = b""
-        events, rest = _decode_most(rest + read)
-        yield events
-        if not events and (not read or len(rest) > LONGEST_EVENT):
-            if rest.strip(b" \t\r\n,[]"):
-                dropped["cut off or damaged"] += 1
+        if not read:
+            events = _decode(rest.rstrip(b" \t\r\n,]"))
+            yield _decode_singly(rest, dropped, is_end=True) if events is None else events
             return
+        events, rest = _decode_most(rest + read, dropped)
+        gap = 0 if events else gap + len(read)
+        yield events
+    dropped[f"no event in {LONGEST_GAP >> 20} MiB, not read further"] += 1
 
 
-def _decode_most(piece: bytes) -> tuple[list[TimelineEvent], bytes]:
-    """The events of a piece up to one that is incomplete, or of a shorter part of it if it is damaged; and the rest."""
-    size = len(piece)
-    while size:
-        cut = size
-        for _ in range(TRIES):
-            cut = piece.rfind(b"}", 0, cut)
-            if cut < 0:
-                return [], piece
-            with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-                return _EVENTS.decode(b"[" + piece[: cut + 1].strip(b" \t\r\n,[") + b"]"), piece[cut + 1 :]
-        size //= 2
-    return [], piece
+def _decode_most(piece: bytes, dropped: Counter[str]) -> tuple[list[TimelineEvent], bytes]:
+    """The events of a piece up to one that may be incomplete, and what is left of the piece."""
+    cuts = list(islice(_boundaries(piece), TRIES))
+    for cut in cuts:
+        events = _decode(piece[:cut])
+        if events is not None:
+            return events, piece[cut:]
+    last = cuts[0] if cuts else max(0, len(piece) - LONGEST_EVENT)
+    return _decode_singly(piece[:last], dropped) if last else [], piece[last:]
+
+
+def _boundaries(piece: bytes) -> Iterator[int]:
+    """Where the last event may start, which may be incomplete, then the one before; a name may look like that too."""
+    cut = len(piece)
+    while (cut := max(piece.rfind(b"},{", 0, cut), piece.rfind(b"},\n{", 0, cut))) >= 0:
+        yield cut + 2
+    for match in reversed(list(_BETWEEN.finditer(piece, max(0, len(piece) - LONGEST_EVENT)))):
+        yield match.end()
+
+
+def _decode(piece: bytes) -> list[TimelineEvent] | None:
+    """All events of a piece; None if something in it is not one."""
+    try:
+        return _EVENTS.decode(b"[" + piece.strip(b" \t\r\n,[") + b"]")
+    except _UNREADABLE:
+        return None
+
+
+def _decode_singly(piece: bytes, dropped: Counter[str], *, is_end: bool = False) -> list[TimelineEvent]:
+    """What can be decoded of a damaged piece, event by event; ``is_end``: nothing follows it in the file."""
+    events: list[TimelineEvent] = []
+    texts = [text for text in _BETWEEN.split(piece) if text.strip(b" \t\r\n,[]")]
+    for number, text in enumerate(texts, start=1):
+        event = _decode_one(text.strip(b" \t\r\n,[]\0"))  # zeros: a hole in the file
+        if event is not None:
+            events.append(event)
+        else:
+            dropped["cut off at the end" if is_end and number == len(texts) else "unreadable"] += 1
+    return events
+
+
+def _decode_one(text: bytes) -> TimelineEvent | None:
+    """The event, also where its text is not UTF-8; None if it is none."""
+    for candidate in (text, text.decode("utf-8", "replace").encode()):
+        try:
+            event = _EVENT.decode(candidate)
+        except _UNREADABLE:
+            continue
+        return event if event.ph else None
+    return None

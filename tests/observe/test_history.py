@@ -30,7 +30,7 @@ def test_a_history_is_lines_of_json(tmp_path):
     first, *windows = [json.loads(line) for line in path.read_text().splitlines()]
     assert first.pop("time") > 0
     assert first == {
-        "kind": "start", "schema": 1, "hvdkit": "1.2", "step": 0, "world_size": 2, "steps": None, "epochs": 3,
+        "kind": "start", "schema": 2, "hvdkit": "1.2", "step": 0, "world_size": 2, "steps": None, "epochs": 3,
     }  # fmt: skip
     assert [line["step"] for line in windows] == [10, 20]
     assert windows[0]["logs"] == {"loss": None}
@@ -59,7 +59,8 @@ def test_a_damaged_line_takes_nothing_with_it_that_follows(tmp_path):
     begin(tmp_path, 0, 10, 20, 30).close()
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b'{"kind": "wi\0\0\n', b"{}\n", *lines[3:], b'{"kind": "en']))
+    odd = lines[1].replace(b'"step": 10', b'"step": "20"')
+    path.write_bytes(b"".join([*lines[:2], b'{"kind": "wi\0\0\n', b"{}\n", odd, *lines[3:], b'{"kind": "en']))
     assert steps_of(path) == [10, 30]
     begin(tmp_path, 30, 40).close()
     assert steps_of(path) == [10, 30, 40]

@@ -252,6 +252,15 @@ def test_what_cannot_be_divided_is_refused_by_name(hk, world):
             torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 0.1)
             return super().step(closure)
 
+    class Jitters(torch.optim.SGD):
+        """By a factor that each rank would draw for itself."""
+
+        def step(self, closure: Any = None) -> Any:
+            factor = float(torch.rand(()))
+            for group in self.param_groups:
+                group["lr"] = 0.1 * factor
+            return super().step(closure)
+
     class Outer(torch.optim.SGD):
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, lr=0.1)
@@ -273,6 +282,7 @@ def test_what_cannot_be_divided_is_refused_by_name(hk, world):
 
     refused(lambda these: ClipsByAll(these, lr=0.1), "ClipsByAll", "depends on others")
     refused(lambda these: LearnsItsRate(these, lr=0.1), "LearnsItsRate", "depends on others")
+    refused(lambda these: Jitters(these, lr=0.1), "Jitters", "depends on others")
     refused(torch.optim.LBFGS, "LBFGS", "closure")
     refused(Outer, "Outer", "another one")
     refused(torch.optim.Adam, "every=4", every=4)

@@ -128,6 +128,29 @@ def lbfgs(distribute, data):
     return [model]
 
 
+def a_closure_beside_another_argument(distribute, data):
+    """By its name: the ranks' line searches stop at the same loss."""
+    import torch
+
+    class Damped(torch.optim.LBFGS):
+        def step(self, factor, closure):
+            self.param_groups[0]["lr"] = factor
+            return super().step(closure)
+
+    model, options = net(), {"max_iter": 6, "line_search_fn": "strong_wolfe"}
+    optimizer = distribute(Damped(model.parameters(), **options), model)
+    for x, y in data:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        optimizer.step(0.5, closure=closure)
+    return [model]
+
+
 def two_models_in_one_backward(distribute, data):
     one, other = net(0), net(1)
     optimizers = [distribute(adam(model), model) for model in (one, other)]
@@ -707,6 +730,7 @@ PROGRAMS = [
     scaling,
     closures,
     lbfgs,
+    a_closure_beside_another_argument,
     two_models_in_one_backward,
     two_optimizers_on_one_model,
     an_optimizer_of_some_parameters_of_another,

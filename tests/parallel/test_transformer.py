@@ -190,7 +190,6 @@ def check_traces(directory, allreduce, capsys):
         assert all(step[name] > 0 for step in rank["steps"] for name in ("data_s", "computation_s"))
         assert rank["times"]["communication_s"] > 0
         assert allreduce in [one["name"] for one in rank["operators"]]
-    assert found["skew"]["collectives"] >= 2
     return {one["name"] for rank in found["ranks"] for one in rank["operators"]}
 
 

@@ -112,6 +112,12 @@ def test_a_resumed_job_takes_no_step_twice(tmp_path):
     assert run.pace() == pytest.approx(5 / 50), "of the newest job, without the time between both"
 
 
+def test_a_training_that_goes_back_keeps_the_checkpoints_before(tmp_path):
+    checkpoints = [{"kind": "checkpoint", "time": 1000 + step, "step": step} for step in (10, 20, 30)]
+    history(tmp_path, start(), window(35), *checkpoints, start(25, time=2000.0, schema=2), window(27))
+    assert read(tmp_path).checkpoint.step == 20 and read(tmp_path).step == 27
+
+
 def test_no_news_is_said(tmp_path):
     history(tmp_path, start(), window(50), window(100))
     assert read(tmp_path).state(1030.0) == "running"
@@ -146,7 +152,7 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path):
     ("lines", "says"),
     [
         ([window(50)], "begins with window"),
-        ([start(schema=2)], "schema 2"),
+        ([start(schema=3)], "schema 3"),
         ([start(), {"kind": "window", "time": 1}], "line 2: Object missing required field"),
         ([start(), window(50, ranks=window(50)["ranks"] | {"wait": [1.0]})], "lists of different lengths"),
         ([start(world_size=0)], "line 1: Expected `int` >= 1"),

@@ -154,7 +154,8 @@ def broadcast_state(
 ) -> None:
     """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
 
-    In place: the optimizer's groups, its states and the tensors in them stay the objects that a scheduler may hold.
+    In place: the optimizer's groups, its states and the dense tensors in them stay the objects that a scheduler may
+    hold.
     After ``seed_everything`` PyTorch's generators move from the stream that all ranks share to this rank's own.
 
     Args:

@@ -86,16 +86,19 @@ class Outline:
         self.tensors: list[torch.Tensor] = []
 
     def of(self, value: Any) -> Any:
-        """``value`` with stand-ins for its tensors; sparse, quantized and wrapped ones stay."""
+        """``value`` with stand-ins for its tensors, and copies in the host's memory of those that are not dense."""
         return rebuilt(value, self._leaf)
 
     def _leaf(self, value: Any, path: tuple[Any, ...]) -> Any:  # noqa: ARG002
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in self._stand_ins and is_dense(value):
-            self._stand_ins[id(value)] = _Slot(value)
-            self.tensors.append(value)
-        return self._stand_ins.get(id(value), value)
+        if id(value) not in self._stand_ins:
+            if is_dense(value):
+                self._stand_ins[id(value)] = _Slot(value)
+                self.tensors.append(value)
+            else:
+                self._stand_ins[id(value)] = on_host(value)
+        return self._stand_ins[id(value)]
 
 
 class Placing:

@@ -96,18 +96,23 @@ def first_sample(step: int) -> Any:
     return list(batches())[step][0][0]
 
 
+def closing(optimizer, model, x, y):
+    """A closure, as ``step`` takes it."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def closures(distribute, data):
     model = net()
     optimizer = distribute(momentum(model.parameters()), model)
     for x, y in data:
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        optimizer.step(closing(optimizer, model, x, y))
     return [model]
 
 
@@ -117,14 +122,7 @@ def lbfgs(distribute, data):
     model, options = net(), {"lr": 0.5, "max_iter": 6, "line_search_fn": "strong_wolfe"}
     optimizer = distribute(torch.optim.LBFGS(model.parameters(), **options), model)
     for x, y in data:
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        optimizer.step(closing(optimizer, model, x, y))
     return [model]
 
 
@@ -140,14 +138,7 @@ def a_closure_beside_another_argument(distribute, data):
     model, options = net(), {"max_iter": 6, "line_search_fn": "strong_wolfe"}
     optimizer = distribute(Damped(model.parameters(), **options), model)
     for x, y in data:
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss
-
-        optimizer.step(0.5, closure=closure)
+        optimizer.step(0.5, closure=closing(optimizer, model, x, y))
     return [model]
 
 

@@ -1,4 +1,4 @@
-"""Gradients on CUDA GPUs, added up over NCCL with CuPy; the inside of ``hvdkit.arrays``. Untried: no GPU was here."""
+"""Gradients on CUDA GPUs, added up over NCCL with CuPy; the inside of ``hvdkit.arrays``. Not tried on a GPU yet."""
 
 from __future__ import annotations
 

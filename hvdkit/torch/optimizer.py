@@ -89,28 +89,7 @@ def distribute(
     if outer_options is not None:  # the compression is then that of the weights
         compression, process_set = "none", group_of(starting.of(hvd, ""), RANKS, process_set, hvd)
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    for what, given, kind in (("optimizer", optimizer, torch.optim.Optimizer), ("model", model, torch.nn.Module)):
-        if not isinstance(given, kind):
-            raise InvalidArgumentError(
-                f"distribute takes an optimizer of torch.optim and the model, a torch.nn.Module; as {what} it got "
-                f"{type(given).__name__}."
-            )
-    if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__ or any(
-        one.optimizer() is optimizer for one in exchanges()
-    ):
-        raise InvalidArgumentError(
-            "this optimizer is distributed already; call distribute once, its gradients are averaged."
-        )
-    names = {id(parameter): name for name, parameter in named_of(model)}
-    named = [(names.get(id(one), ""), one) for one in parameters_of(optimizer)]
-    missing = [one for name, one in named if not name]
-    if missing:
-        raise InvalidArgumentError(
-            f"the optimizer holds {len(named)} parameters, {len(named) - len(missing)} of them in the model; make the "
-            "optimizer from this model's parameters(), after moving the model to its device. If it trains several "
-            "models, distribute torch.nn.ModuleList([model, other]). Make a lone tensor a torch.nn.Parameter before "
-            "the optimizer gets it, and distribute torch.nn.ParameterList([it])."
-        )
+    named = _named_parameters(optimizer, model)
     ranks = hvd.global_process_set if process_set is None else process_set
     if hvd.size() > 1:  # else Horovod leaves Adasum out
         devices = {one.device.type for _, one in named if one.dtype in (torch.float32, torch.float64)}
@@ -136,6 +115,37 @@ def distribute(
     if outer_options is not None:
         take_outer_steps(optimizer, model, outer_options)
     return optimizer
+
+
+def _named_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Named:
+    """The optimizer's parameters by their names in the model.
+
+    Raises:
+        InvalidArgumentError: not an optimizer or not a model, one distributed already, or parameters of no model.
+    """
+    for what, given, kind in (("optimizer", optimizer, torch.optim.Optimizer), ("model", model, torch.nn.Module)):
+        if not isinstance(given, kind):
+            raise InvalidArgumentError(
+                f"distribute takes an optimizer of torch.optim and the model, a torch.nn.Module; as {what} it got "
+                f"{type(given).__name__}."
+            )
+    if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__ or any(
+        one.optimizer() is optimizer for one in exchanges()
+    ):
+        raise InvalidArgumentError(
+            "this optimizer is distributed already; call distribute once, its gradients are averaged."
+        )
+    names = {id(parameter): name for name, parameter in named_of(model)}
+    named = [(names.get(id(one), ""), one) for one in parameters_of(optimizer)]
+    missing = [one for name, one in named if not name]
+    if missing:
+        raise InvalidArgumentError(
+            f"the optimizer holds {len(named)} parameters, {len(named) - len(missing)} of them in the model; make the "
+            "optimizer from this model's parameters(), after moving the model to its device. If it trains several "
+            "models, distribute torch.nn.ModuleList([model, other]). Make a lone tensor a torch.nn.Parameter before "
+            "the optimizer gets it, and distribute torch.nn.ParameterList([it])."
+        )
+    return named
 
 
 def _adasum(optimizer: torch.optim.Optimizer, named: Named, options: GradientOptions) -> torch.optim.Optimizer:

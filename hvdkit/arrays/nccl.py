@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.arrays.exit_watchdog import waits
-from hvdkit.arrays.sum_buffer import Leaf, Ranks, SumBuffer
+from hvdkit.arrays.sum_buffer import Leaf, Ranks, SumBuffer, views_of
 from hvdkit.errors import InvalidArgumentError
 
 
@@ -49,10 +49,7 @@ class NcclBuffer(SumBuffer):
         self._cp = importlib.import_module("cupy")
         self._leaves, self.kind, self.packed = leaves, "none", {}
         self.payload = self._cp.zeros(sum(leaf.size for leaf in leaves), dtype=sent)
-        ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
-        self.views = [
-            self.payload[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)
-        ]
+        self.views = views_of(self.payload, leaves)
         nccl, comm = self._cp.cuda.nccl, ranks.comm
         self._nccl: Any = None
         if comm.Get_size() > 1:

@@ -67,6 +67,12 @@ class Ranks:
     one_host: bool
 
 
+def views_of(payload: Any, leaves: Sequence[Leaf]) -> list[Any]:
+    """Each gradient in (sum of sizes,) values, of NumPy or CuPy, in its shape."""
+    ends = itertools.accumulate(leaf.size for leaf in leaves)
+    return [payload[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+
+
 class SumBuffer:
     """Gradients of one type. A long buffer of ranks on one host lies in memory that they share.
 
@@ -97,10 +103,7 @@ class SumBuffer:
         else:
             self.message, self._shared = shared_memory.buffer(ranks.comm, length, head, sent)
         self.head, self.payload = self.message[:head], self.message[head:]
-        ends = np.cumsum([leaf.size for leaf in leaves])
-        self.views: list[Array] = [
-            self.payload[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)
-        ]
+        self.views: list[Array] = views_of(self.payload, leaves)
         step = max(1, CHUNK_BYTES // sent.itemsize)
         chunks = [self.payload[start : start + step] for start in range(0, len(self.payload), step)]
         self._chunks = [self._ranks.repeated(ALLREDUCE, chunk) for chunk in chunks]

@@ -28,8 +28,8 @@ from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, parameters
 _STATES: weakref.WeakKeyDictionary[torch.nn.Module, UntrainedState] = weakref.WeakKeyDictionary()
 _EACH_STEP: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 _OBSERVERS = ("torch.ao.quantization", "torchao.quantization")
-_PART = 1 << 22
-"""Numbers that are looked at together: PyTorch copies them to float64."""
+_PART, _PART_ON_GPU = 1 << 16, 1 << 22
+"""Numbers that are looked at together. PyTorch copies them to float64, on a CPU within its cache."""
 _MOVES, _LOOKS = 3, 50
 """How often what nobody averages has moved when that is told; how often one looks: inner loops need not move it."""
 _AT_LIMIT = 2e-5
@@ -44,7 +44,7 @@ def fingerprints(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
     for one in parameters:
         flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
         flat = flat if flat.element_size() > 1 else flat.float()
-        parts = [flat[at : at + _PART] for at in range(0, max(len(flat), 1), _PART)]
+        parts = flat.split(_PART if flat.device.type == "cpu" else _PART_ON_GPU)
         norm = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).norm()
         whole = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
         computed.append(torch.stack([norm, whole / max(len(flat), 1) ** 0.5]))

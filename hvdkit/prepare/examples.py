@@ -33,7 +33,8 @@ def examples() -> None:
 def list_() -> None:
     """List the examples and what each shows."""
     root = source()
-    for script in scripts(root):
+    scripts = (file for file in (*root.rglob("*.py"), *root.glob("*.ipynb")) if "__pycache__" not in file.parts)
+    for script in sorted(scripts, key=lambda file: file.parts):  # those of one framework together
         text = script.read_text(encoding="utf-8")
         if script.suffix == ".ipynb":
             told = "".join(json.loads(text)["cells"][0]["source"]).lstrip("# ")
@@ -75,9 +76,3 @@ def source() -> Path:
         f"The examples are not installed (expected below {sysconfig.get_path('data')}/share/hvdkit/examples); "
         "'pip install --force-reinstall --no-deps hvdkit' puts them there."
     )
-
-
-def scripts(root: Path) -> list[Path]:
-    """The scripts and notebooks, those of one framework together."""
-    found = [*root.rglob("*.py"), *root.glob("*.ipynb")]
-    return sorted((file for file in found if "__pycache__" not in file.parts), key=lambda file: file.parts)

@@ -1,1 +1,0 @@
-"""The examples of the repository, for those who installed the package alone."""

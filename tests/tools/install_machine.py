@@ -191,7 +191,7 @@ def write_source(file: Path, setup: str = SETUP) -> None:
 
 def main() -> int:
     from hvdkit import cli
-    from hvdkit.prepare.install import adjust, build, cache, environment
+    from hvdkit.prepare.install import adjust, build, cache
 
     build.HOROVOD_SHA256 = os.environ["STANDIN_SUM"]  # type: ignore[misc]
     build.BUILD_TOOLS = (os.environ["STANDIN_TOOLS"],)  # type: ignore[assignment, misc]
@@ -211,7 +211,7 @@ def main() -> int:
         case "copy":
             cache.shutil.copyfile = half_a_copy  # type: ignore[assignment]
         case "install":
-            environment.install = half_an_install
+            build.install = half_an_install
     return cli.run(sys.argv[1:])
 
 

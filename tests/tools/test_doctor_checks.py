@@ -15,7 +15,7 @@ from hvdkit.prepare.doctor.finding import LEVELS, Found, examine
 from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
 from hvdkit.prepare.doctor.two_ranks import Tested as Said
 from hvdkit.prepare.doctor.two_ranks import TwoRanks
-from hvdkit.prepare.install.record import BuildRecord, MpiRecord
+from hvdkit.prepare.install.facts import BuildRecord, MpiRecord
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 MPICH = MpiLibrary("/usr/lib/libmpich.so.12", "MPICH", "4.2.0")

@@ -26,7 +26,7 @@ from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.finding import Found, examine
 from hvdkit.prepare.doctor.probe import gather, plain, run
-from hvdkit.prepare.install.record import MpiRecord
+from hvdkit.prepare.install.facts import MpiRecord
 
 HOROVOD_TORCH = """
 def mpi_built(): return True

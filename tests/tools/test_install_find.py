@@ -151,22 +151,22 @@ def compiler(path: Path, version: str, test: str = "exit 0") -> Path:
 def test_the_compiler_is_the_first_of_the_usual_names_whatever_it_is_called(tmp_path: Path) -> None:
     compiler(tmp_path / "a/c++", "c++ (Debian 12.2.0-14) 12.2.0")
     compiler(tmp_path / "b/g++", "g++ (Debian 12.2.0-14) 12.2.0")
-    first, second = (here.find_cxx({"PATH": f"{tmp_path}/{name}"}) for name in "ab")
+    first, second = (here.find_compiler({"PATH": f"{tmp_path}/{name}"}, "CXX") for name in "ab")
     assert (second.command, second.name, second.problem) == ((f"{tmp_path}/b/g++",), "GCC 12.2.0", "")
     assert first.identity == second.identity
 
 
 def test_cxx_may_name_a_compiler_with_arguments(tmp_path: Path) -> None:
     compiler(tmp_path / "g++", "g++ 12.2.0")
-    assert here.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"}).command == (f"{tmp_path}/g++", "-m64")
-    assert here.find_cxx({"PATH": str(tmp_path), "CXX": "not-there"}) is None
-    assert here.find_cxx({"PATH": str(tmp_path), "CXX": 'g++ "open'}) is None
+    assert here.find_compiler({"PATH": str(tmp_path), "CXX": "g++ -m64"}, "CXX").command == (f"{tmp_path}/g++", "-m64")
+    assert here.find_compiler({"PATH": str(tmp_path), "CXX": "not-there"}, "CXX") is None
+    assert here.find_compiler({"PATH": str(tmp_path), "CXX": 'g++ "open'}, "CXX") is None
 
 
 def test_a_compiler_that_cannot_do_cxx20_says_why(tmp_path: Path) -> None:
     refuses = "echo '<stdin>:1:10: fatal error: bit: No such file' >&2; exit 1"
     compiler(tmp_path / "c++", "c++ (GCC) 8.5.0", test=refuses)
-    assert "fatal error: bit" in here.find_cxx({"PATH": str(tmp_path)}).problem
+    assert "fatal error: bit" in here.find_compiler({"PATH": str(tmp_path)}, "CXX").problem
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,13 @@ from hvdkit.prepare.install.facts import (
     CudaFacts,
     FrameworkFacts,
     MpiFacts,
+    MpiRecord,
     NcclFacts,
     Options,
     PythonFacts,
     SystemFacts,
 )
-from hvdkit.prepare.install.plan import build_environ, make_plan, run_path
-from hvdkit.prepare.install.record import MpiRecord
-from hvdkit.prepare.install.requirements import parse_frameworks
+from hvdkit.prepare.install.plan import build_environ, make_plan, parse_frameworks, run_path
 
 ENV = Path("/home/me/env")
 SITE = ENV / "lib/python3.11/site-packages"

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from hvdkit.common import json_files
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.record import FILE_NAME, BuildRecord, MpiRecord, mpi_bin, read_record
+from hvdkit.prepare.install.facts import RECORD_NAME, BuildRecord, MpiRecord
+from hvdkit.prepare.install.here import mpi_bin, read_record
 
 RECORD = BuildRecord(
     horovod="0.28.1",
@@ -39,7 +40,7 @@ def fake_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def decoded(tmp_path: Path, text: str) -> BuildRecord | None:
-    (tmp_path / FILE_NAME).write_text(text)
+    (tmp_path / RECORD_NAME).write_text(text)
     return read_record(tmp_path)
 
 
@@ -49,7 +50,7 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_installed_record_is_read_without_importing_horovod(fake_horovod: Path) -> None:
-    (fake_horovod / FILE_NAME).write_text(json_files.encode(RECORD))
+    (fake_horovod / RECORD_NAME).write_text(json_files.encode(RECORD))
     assert read_record() == RECORD
 
 
@@ -71,7 +72,7 @@ def test_a_horovod_of_other_origin_has_no_record(fake_horovod: Path) -> None:
     ],
 )
 def test_what_is_no_record_is_refused_with_the_reason_and_the_fix(fake_horovod: Path, text: str, reason: str) -> None:
-    (fake_horovod / FILE_NAME).write_text(text)
+    (fake_horovod / RECORD_NAME).write_text(text)
     with pytest.raises(InstallError) as caught:
         read_record()
     assert reason in str(caught.value)

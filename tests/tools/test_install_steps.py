@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install import build, cli, environment
+from hvdkit.prepare.install import build
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import PythonFacts
 from hvdkit.prepare.install.runner import InstallProgress, run, session_members
@@ -227,14 +227,14 @@ def half_an_install(python: PythonFacts) -> None:
 @pytest.mark.parametrize("error", [InstallError("pip failed"), KeyboardInterrupt()])
 def test_a_failed_install_leaves_the_environment_as_it_was(installed: PythonFacts, error: BaseException) -> None:
     before = tree(installed.prefix)
-    with pytest.raises(type(error)), environment.restored_on_failure(installed):
+    with pytest.raises(type(error)), build.restored_on_failure(installed):
         half_an_install(installed)
         raise error
     assert tree(installed.prefix) == before
 
 
 def test_pip_is_not_led_elsewhere_by_its_settings() -> None:
-    environ = environment.pip_environ({"PIP_TARGET": "/x", "PIP_USER": "1", "PIP_INDEX_URL": "i", "PATH": "/bin"})
+    environ = build.pip_environ({"PIP_TARGET": "/x", "PIP_USER": "1", "PIP_INDEX_URL": "i", "PATH": "/bin"})
     assert environ == {"PIP_INDEX_URL": "i", "PATH": "/bin", "PIP_USER": "0"}
 
 
@@ -248,11 +248,11 @@ def test_a_new_build_that_cannot_be_imported_is_taken_out_and_forgotten(
     wheel_file = tmp_path / "horovod.whl"
     wheel_file.write_bytes(b"wheel")
     cached = kept.put("key", wheel_file, {})
-    monkeypatch.setattr(environment, "install", lambda *arguments: half_an_install(installed))
-    monkeypatch.setattr(environment, "check_import", fails)
+    monkeypatch.setattr(build, "install", lambda *arguments: half_an_install(installed))
+    monkeypatch.setattr(build, "check_import", fails)
     plan = SimpleNamespace(key="key", facts=SimpleNamespace(python=installed))
     before = tree(installed.prefix)
     with pytest.raises(InstallError, match="cannot be imported"):
-        cli._put_in_place(cached, plan, kept, True, InstallProgress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
+        build.put_in_place(cached, plan, kept, True, InstallProgress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
     assert tree(installed.prefix) == before
     assert kept.get("key") is None

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 
 from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
 from hvdkit.prepare.doctor.two_ranks import TwoRanks
-from hvdkit.prepare.install.facts import TITLES
-from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
-from hvdkit.prepare.install.record import BuildRecord
+from hvdkit.prepare.install.facts import RECORD_NAME, TITLES, BuildRecord
 
 PACKAGES = {**TITLES, "keras": "Keras", "mpi4py": "mpi4py", "horovod": "Horovod"}
 CONTROLLERS = ("MPI", "Gloo")

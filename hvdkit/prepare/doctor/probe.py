@@ -23,8 +23,8 @@ from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.doctor import host, inside, two_ranks
 from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package
 from hvdkit.prepare.doctor.host import MpiLibrary
-from hvdkit.prepare.install.facts import DISTRIBUTIONS, TITLES
-from hvdkit.prepare.install.record import BuildRecord, read_record
+from hvdkit.prepare.install.facts import DISTRIBUTIONS, TITLES, BuildRecord
+from hvdkit.prepare.install.here import read_record
 from hvdkit.steps import launchers
 
 DEFAULT_SECONDS = 60.0

@@ -106,7 +106,15 @@ def apply(tree: Path, chosen: Iterable[Patch]) -> None:
     """
     changed: dict[str, str] = {}
     for name, hunk in [(patch.name, hunk) for patch in chosen for hunk in patch.hunks]:
-        text = changed[hunk.file] if hunk.file in changed else _read(tree, name, hunk.file)
+        if hunk.file not in changed:
+            try:
+                with (tree / hunk.file).open(encoding="utf-8", newline="") as opened:
+                    changed[hunk.file] = opened.read()
+            except FileNotFoundError as error:
+                raise InstallError(
+                    f"{hunk.file} is missing from the source of Horovod: adjustment '{name}' expects its text once."
+                ) from error
+        text = changed[hunk.file]
         found = [match.span() for match in re.finditer(f"^{re.escape(hunk.old)}", text, re.MULTILINE)]
         if len(found) != 1:
             raise InstallError(
@@ -119,27 +127,6 @@ def apply(tree: Path, chosen: Iterable[Patch]) -> None:
         (tree / file).write_text(text, encoding="utf-8", newline="")
 
 
-def describe(options: Options) -> str:
-    """The patches by name, which of them apply to a build and why; what they change is in ``patches/``."""
-    return "\n\n".join(
-        f"  {patch.name}\n"
-        f"    applies:  {'yes' if patch.applies(options) else 'no'} (when: {patch.when})\n"
-        f"    why:      {patch.why}\n"
-        f"    upstream: {patch.upstream}"
-        for patch in patches()
-    )
-
-
 def _side(hunk: str, signs: str) -> str:
     """The lines of a hunk that begin with one of the signs, without them."""
     return "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in signs)
-
-
-def _read(tree: Path, name: str, file: str) -> str:
-    try:
-        with (tree / file).open(encoding="utf-8", newline="") as opened:
-            return opened.read()
-    except FileNotFoundError as error:
-        raise InstallError(
-            f"{file} is missing from the source of Horovod: adjustment '{name}' expects its text once."
-        ) from error

@@ -1,23 +1,41 @@
-"""Builds the wheel: tools and source into a temporary directory, adjusted, compiled, finished, kept in the cache."""
+"""Builds the wheel, and installs it: tools, source, compiler, wheel; then the one step that changes the environment.
+
+A build runs in a temporary directory and leaves a wheel in the cache. An install is a single pip install, undone whole
+when anything goes wrong.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
 import os
 import re
+import shutil
+import signal
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.common import files, json_files
+from hvdkit.common.programs import handled
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install import adjust
 from hvdkit.prepare.install.cache import Cache, sha256
-from hvdkit.prepare.install.environment import pip_command, pip_environ
-from hvdkit.prepare.install.facts import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION, TITLES, BuildFacts, PythonFacts
+from hvdkit.prepare.install.facts import (
+    BUILD_TOOLS,
+    HOROVOD_SHA256,
+    HOROVOD_VERSION,
+    RECORD_NAME,
+    RUNTIME_NEEDS,
+    TITLES,
+    BuildFacts,
+    PythonFacts,
+)
+from hvdkit.prepare.install.here import distribution, horovod_directory, read_record
 from hvdkit.prepare.install.plan import BuildPlan, build_environ, run_path
-from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
 from hvdkit.prepare.install.runner import InstallProgress, run
 
 JOB_BYTES = 3 << 30
@@ -25,6 +43,22 @@ JOB_BYTES = 3 << 30
 
 SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 """File of the released source."""
+
+
+_REDIRECTING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PIP_DRY_RUN")
+"""Settings of pip that would put packages elsewhere, or other ones."""
+
+_HOROVODS = re.compile(r"horovod(?:$|-.*\.dist-info$|run$)")
+_OURS = re.compile(r"(?:~?.?orovod|~|cloudpickle|psutil|_?yaml|pyyaml|packaging|_?cffi|pycparser)", re.IGNORECASE)
+
+_CHECK = """
+import importlib, json
+found = {}
+for name in %r:
+    module = importlib.import_module("horovod." + name)
+    found[name] = [bool(module.mpi_built()), bool(module.gloo_built()), bool(module.nccl_built())]
+print(json.dumps(found))
+"""
 
 
 @dataclass(frozen=True)
@@ -36,11 +70,6 @@ class Workshop:
     log: Path
     progress: InstallProgress
     environ: Mapping[str, str]
-
-    @property
-    def tools(self) -> Path:
-        """Directory of the build tools."""
-        return self.directory / "tools"
 
     def tool(self, argv: list[str]) -> list[str]:
         """Run a build tool and return its lines."""
@@ -74,7 +103,16 @@ def build_wheel(plan: BuildPlan, cache: Cache, progress: InstallProgress, log: P
         _check_frameworks(shop)
         progress.say("Fetching the build tools")
         shop.pip(
-            ["install", "--quiet", "--target", str(shop.tools), "--no-deps", "--only-binary", ":all:", *BUILD_TOOLS]
+            [
+                "install",
+                "--quiet",
+                "--target",
+                str(directory / "tools"),
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+                *BUILD_TOOLS,
+            ]
         )
         progress.say(f"Fetching the source of Horovod {HOROVOD_VERSION}")
         download = directory / "download"
@@ -107,7 +145,9 @@ def _environ(plan: BuildPlan, directory: Path) -> dict[str, str]:
     """The environment of the compilation: tools of ``directory``, jobs that fit the memory, NCCL."""
     environ = build_environ(plan, plan.facts.environ)
     tools = directory / "tools"
-    memory = available_bytes(files.text_if_there(Path("/proc/meminfo")))
+    # What programs can still get, the file cache included; where the system does not say it, enough for one job.
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", files.text_if_there(Path("/proc/meminfo")), re.MULTILINE)
+    memory = int(found.group(1)) * 1024 if found else JOB_BYTES
     jobs = job_count(len(os.sched_getaffinity(0)), memory, plan.facts.environ.get("MAX_JOBS"))
     environ |= {
         "PATH": os.pathsep.join([str(tools / "cmake" / "data" / "bin"), str(tools / "bin"), environ["PATH"]]),
@@ -124,16 +164,6 @@ def _environ(plan: BuildPlan, directory: Path) -> dict[str, str]:
         (links / "libnccl.so").symlink_to(plan.nccl_link)
         environ["HOROVOD_NCCL_LIB"] = str(links)
     return environ
-
-
-def available_bytes(meminfo: str) -> int:
-    """Memory that programs can still get, in bytes, the file cache included.
-
-    Args:
-        meminfo: the text of ``/proc/meminfo``; when it does not say, enough for one job is assumed.
-    """
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else JOB_BYTES
 
 
 def _check_frameworks(shop: Workshop) -> None:
@@ -261,19 +291,157 @@ def relocated(
         work: the build's directory; entries inside it are dropped.
         extra: further entries, kept as they are.
     """
-    moved: list[str] = []
+    prefix, moved = python.prefix.resolve(), []
     for entry in entries:
-        path = Path(entry)
-        if path.is_relative_to(work) or path.resolve().is_relative_to(work.resolve()):
+        path, real = Path(entry), Path(entry).resolve()
+        if path.is_relative_to(work) or real.is_relative_to(work.resolve()):
             continue
-        moved.append(entry if entry.startswith("$ORIGIN") else run_path(_as_named(path, python), package, python))
-    moved += [entry for entry in extra if entry not in moved]
-    return list(dict.fromkeys(moved))
+        if entry.startswith("$ORIGIN"):
+            moved.append(entry)
+            continue
+        if not path.is_relative_to(python.prefix) and real.is_relative_to(prefix):
+            path = python.prefix / real.relative_to(prefix)  # by its own name, where the linker took it through a link
+        moved.append(run_path(path, package, python))
+    return list(dict.fromkeys([*moved, *extra]))
 
 
-def _as_named(path: Path, python: PythonFacts) -> Path:
-    """A path inside the environment, by the environment's own name where the linker took it through a link."""
-    if path.is_relative_to(python.prefix):
-        return path
-    real, prefix = path.resolve(), python.prefix.resolve()
-    return python.prefix / real.relative_to(prefix) if real.is_relative_to(prefix) else path
+# The environment ------------------------------------------------------------------------------------------------------
+
+
+def pip_command(python: PythonFacts) -> list[str]:
+    """How pip of the environment is called; a directory named ``pip`` beside the user is not taken for it."""
+    return [str(python.executable), "-P", "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def pip_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for pip, without the settings that would make it install elsewhere."""
+    kept = {name: value for name, value in environ.items() if name not in _REDIRECTING}
+    # Said, not left out: pip's own configuration file may say otherwise.
+    return {**kept, "PIP_USER": "0"}
+
+
+def missing_needs() -> list[str]:
+    """Names of the packages that Horovod imports when it runs and that are not installed."""
+    return [name for name in RUNTIME_NEEDS if distribution(name) is None]
+
+
+def is_installed(plan: BuildPlan) -> bool:
+    """Whether the very build of the plan is installed here, with its libraries whole and everything it needs."""
+    try:
+        record = read_record()
+    except InstallError:
+        return False
+    directory, found = horovod_directory(), distribution("horovod")
+    if record is None or directory is None or record.key != plan.key or missing_needs():
+        return False
+    installed = [file for file in (found.files if found else None) or () if file.suffix == ".so"]
+    for package in plan.run_paths:
+        sizes = {directory / package / file.name: file.size for file in installed if file.parent.name == package}
+        if not sizes or not all(path.is_file() and path.stat().st_size == size for path, size in sizes.items()):
+            return False
+    return True
+
+
+def put_in_place(
+    wheel: Path, plan: BuildPlan, cache: Cache, untried: bool, progress: InstallProgress, log: Path
+) -> None:
+    """Install a wheel; one that was never imported where it is now is tried, and forgotten where that fails."""
+    progress.say(f"Installing into {plan.facts.python.prefix}")
+    with restored_on_failure(plan.facts.python):
+        install(wheel, plan, log)
+        if not untried:
+            return
+        try:
+            check_import(plan, log)
+        except InstallError:
+            # What does not work where it was built is no use to anybody else.
+            cache.drop(plan.key)
+            raise
+
+
+def install(wheel: Path, plan: BuildPlan, log: Path) -> None:
+    """Install the wheel and what it lacks at run time, in one pip install that touches nothing else.
+
+    Raises:
+        InstallError: pip failed; undo with ``restored_on_failure``.
+    """
+    python, needs = plan.facts.python, missing_needs()
+    # --no-deps: no framework can ever be pulled in or replaced. --force-reinstall: another build of the same version.
+    arguments = ["install", "--no-deps", "--force-reinstall", "--no-warn-script-location"]
+    if not needs:
+        arguments.append("--no-index")
+    run(
+        [*pip_command(python), *arguments, str(wheel), *needs],
+        what="Installing the wheel",
+        environ=pip_environ(plan.facts.environ),
+        cwd=wheel.parent,
+        log=log,
+    )
+    importlib.invalidate_caches()
+    if not is_installed(plan):
+        raise InstallError(f"pip installed the wheel and {python.site_packages} does not have it; the log is {log}")
+
+
+def check_import(plan: BuildPlan, log: Path) -> None:
+    """Import the installed Horovod in a process of its own and compare what it has with the plan.
+
+    Raises:
+        InstallError: it cannot be imported, or was built with other controllers than planned.
+    """
+    lines = run(
+        [str(plan.facts.python.executable), "-P", "-c", _CHECK % (tuple(plan.run_paths),)],
+        what="Importing the new Horovod",
+        environ=plan.facts.environ,
+        cwd=Path(tempfile.gettempdir()),
+        log=log,
+    )
+    found = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+    expected = [plan.facts.mpi is not None, True, plan.options.gpu == "nccl"]
+    for package, built in found.items():
+        if built != expected:
+            raise InstallError(
+                f"The new Horovod for {package} has MPI, Gloo, NCCL = {built}, expected {expected}; the log is {log}"
+            )
+
+
+@contextlib.contextmanager
+def restored_on_failure(python: PythonFacts) -> Iterator[None]:
+    """Put the environment back as it was when the block raises, also by Ctrl-C."""
+    with tempfile.TemporaryDirectory(prefix="hvdkit-backup-") as backup:
+        before = _entries(python)
+        copies = {entry: Path(backup) / str(number) for number, entry in enumerate(sorted(before))}
+        for entry, copy in copies.items():
+            if _HOROVODS.match(entry.name):
+                _copy(entry, copy)
+        try:
+            yield
+        except BaseException:
+            with handled((signal.SIGINT,), signal.SIG_IGN):  # a second Ctrl-C must not stop the undoing half-way
+                for entry in _entries(python):
+                    if entry in before and not _HOROVODS.match(entry.name):
+                        continue
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
+                for entry, copy in copies.items():
+                    if copy.exists():
+                        _copy(copy, entry)
+                importlib.invalidate_caches()
+            raise
+
+
+def _entries(python: PythonFacts) -> set[Path]:
+    """What the install can add or replace, at the top of site-packages and among the scripts.
+
+    Found by name and not through pip, which cannot remove a package that it was stopped at installing.
+    """
+    directories = (python.site_packages, python.scripts)
+    return {entry for directory in directories for entry in directory.iterdir() if _OURS.match(entry.name)}
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True)
+    else:
+        shutil.copy2(source, target)

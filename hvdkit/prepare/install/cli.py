@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +16,11 @@ from hvdkit.common import files
 from hvdkit.common.commands import PATH
 from hvdkit.common.programs import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
-from hvdkit.prepare.install import adjust, environment
-from hvdkit.prepare.install.build import build_wheel
+from hvdkit.prepare.install import adjust, build
 from hvdkit.prepare.install.cache import MANIFEST, Cache
 from hvdkit.prepare.install.facts import HOROVOD_VERSION, TITLES, BuildFacts, Options
 from hvdkit.prepare.install.here import gather_facts
-from hvdkit.prepare.install.plan import BuildPlan, make_plan, plan_of_ready
-from hvdkit.prepare.install.requirements import GPU_OPERATIONS, check_options, parse_frameworks
+from hvdkit.prepare.install.plan import BuildPlan, make_plan, parse_frameworks, plan_of_ready
 from hvdkit.prepare.install.runner import InstallProgress
 
 DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
@@ -33,7 +30,9 @@ _MANIFEST_BYTES = 1 << 20
 
 
 @click.command()
-@click.option("--gpu", type=click.Choice(GPU_OPERATIONS), default="none", help="Library for collectives on GPUs.")
+@click.option(
+    "--gpu", type=click.Choice(("none", "nccl", "mpi")), default="none", help="Library for collectives on GPUs."
+)
 @click.option("--without-mpi", is_flag=True, help="Build without MPI, with Gloo only.")
 @click.option("--frameworks", metavar="LIST", help="torch, tensorflow or torch,tensorflow.  [default: all installed]")
 @click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")
@@ -78,28 +77,21 @@ def install(
     if ready is not None and (keep is not None or force or explain):
         raise InvalidArgumentError("--from compiles nothing; leave out --wheel, --force and --explain.")
     named = parse_frameworks(frameworks) if frameworks is not None else None
+    if gpu == "mpi" and without_mpi:
+        raise InvalidArgumentError("--gpu mpi needs MPI; leave out --without-mpi, or use --gpu nccl.")
     facts = gather_facts(gpu=gpu != "none")
     options = Options(gpu, not without_mpi, named, plain)
-    check_options(options)
     if explain:
         click.echo(explanation(facts, options))
         return 0
-    with _reporting() as progress:
-        if keep is not None:
-            _keep(facts, options, force, keep, progress)
-        else:
-            _install(facts, options, force, ready, progress)
-    return 0
-
-
-@contextlib.contextmanager
-def _reporting() -> Iterator[InstallProgress]:
-    """Say how far it is, and what has ended it."""
     progress = InstallProgress(sys.stderr)
     # A signal that ends a process runs through its clean-up, as Ctrl-C does.
     with handled((signal.SIGTERM, signal.SIGHUP), lambda number, _: sys.exit(128 + number)):
         try:
-            yield progress
+            if keep is not None:
+                _keep(facts, options, force, keep, progress)
+            else:
+                _install(facts, options, force, ready, progress)
         except KeyboardInterrupt:
             progress.say("Stopped; the environment is as it was before.")
             raise
@@ -107,18 +99,26 @@ def _reporting() -> Iterator[InstallProgress]:
             raise InstallError(
                 f"A file could not be read or written: {error}; XDG_CACHE_HOME and TMPDIR choose other places."
             ) from error
+    return 0
 
 
 def explanation(facts: BuildFacts, options: Options) -> str:
     """What an install would do here: the patches with reasons, and the plan or why there is none."""
     found = tuple(framework.name for framework in facts.frameworks)
-    table = adjust.describe(replace(options, frameworks=options.frameworks or found))
+    target = replace(options, frameworks=options.frameworks or found)
+    table = "\n\n".join(
+        f"  {patch.name}\n"
+        f"    applies:  {'yes' if patch.applies(target) else 'no'} (when: {patch.when})\n"
+        f"    why:      {patch.why}\n"
+        f"    upstream: {patch.upstream}"
+        for patch in adjust.patches()
+    )
     head = f"Horovod {HOROVOD_VERSION}, from its released source, changed by {adjust.PATCHES}:\n\n{table}\n\n"
     try:
         plan = make_plan(facts, options)
     except InstallError as error:
         return f"{head}Plan: none, because it cannot be built here yet. {error}"
-    state = "installed here already" if environment.is_installed(plan) else "to be installed"
+    state = "installed here already" if build.is_installed(plan) else "to be installed"
     rows = [
         *_contents(plan),
         ("compiler", plan.record.compiler),
@@ -141,7 +141,7 @@ def _install(facts: BuildFacts, options: Options, force: bool, ready: Path | Non
 
     place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
     with cache.locked(f"environment-{place}", _waiting(progress, "installs into this environment")):
-        if not force and environment.is_installed(plan):
+        if not force and build.is_installed(plan):
             click.echo(f"Horovod {HOROVOD_VERSION} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
             return
         with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
@@ -150,7 +150,7 @@ def _install(facts: BuildFacts, options: Options, force: bool, ready: Path | Non
                 wheel, how = _wheel(plan, cache, force, progress, log)
             else:
                 wheel, how = found, f"from {found.parent}"
-            _put_in_place(wheel, plan, cache, how != _CACHED, progress, log)
+            build.put_in_place(wheel, plan, cache, how != _CACHED, progress, log)
     if found is None:
         _compile_mpi_recorder(plan.facts, progress)
     seconds = f"{progress.seconds:.1f} s"
@@ -216,24 +216,7 @@ def _wheel(plan: BuildPlan, cache: Cache, force: bool, progress: InstallProgress
     if wheel is not None:
         progress.say(f"From the cache: {wheel}")
         return wheel, _CACHED
-    return build_wheel(plan, cache, progress, log), "compiled"
-
-
-def _put_in_place(
-    wheel: Path, plan: BuildPlan, cache: Cache, untried: bool, progress: InstallProgress, log: Path
-) -> None:
-    """Install a wheel; one that was never imported where it is now is tried, and forgotten where that fails."""
-    progress.say(f"Installing into {plan.facts.python.prefix}")
-    with environment.restored_on_failure(plan.facts.python):
-        environment.install(wheel, plan, log)
-        if not untried:
-            return
-        try:
-            environment.check_import(plan, log)
-        except InstallError:
-            # What does not work where it was built is no use to anybody else.
-            cache.drop(plan.key)
-            raise
+    return build.build_wheel(plan, cache, progress, log), "compiled"
 
 
 def _compile_mpi_recorder(facts: BuildFacts, progress: InstallProgress) -> None:

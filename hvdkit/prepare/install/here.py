@@ -1,4 +1,4 @@
-"""Gathers the facts of this machine: Python, frameworks, compilers, MPI, CUDA and NCCL.
+"""Gathers the facts of this machine: Python, frameworks, compilers, MPI, CUDA, NCCL, and the record of Horovod.
 
 Nothing is written, downloaded or imported: the frameworks' own version files say what they are. Whether the C++
 compiler is new enough is learnt by compiling something.
@@ -17,16 +17,20 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common import json_files
 from hvdkit.common.files import text_if_there
 from hvdkit.common.programs import ask, identify_mpi
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import (
+    COMPILERS,
     DISTRIBUTIONS,
+    RECORD_NAME,
     BuildFacts,
+    BuildRecord,
     CompilerFacts,
     CudaFacts,
     FrameworkFacts,
@@ -35,9 +39,6 @@ from hvdkit.prepare.install.facts import (
     PythonFacts,
     SystemFacts,
 )
-
-CXX_NAMES = ("c++", "g++", "clang++")
-CC_NAMES = ("cc", "gcc", "clang")
 
 CXX20_PROGRAM = (
     "#include <bit>\n#include <concepts>\nint main() { return static_cast<int>(std::has_single_bit(2u)) - 1; }\n"
@@ -86,10 +87,10 @@ def gather_facts(gpu: bool) -> BuildFacts:
             libc=" ".join(platform.libc_ver()).strip(),
             arch_flags=arch_flags(text_if_there(Path("/proc/cpuinfo"))),
         ),
-        frameworks=find_frameworks(),
+        frameworks=tuple(found for found in (find_torch(), find_tensorflow()) if found is not None),
         mpi=find_mpi(environ, python.prefix),
-        cxx=find_cxx(environ),
-        cc=find_cc(environ),
+        cxx=find_compiler(environ, "CXX"),
+        cc=find_compiler(environ, "CC"),
         cuda=cuda,
         nccl=find_nccl(environ, python.prefix, packages, cuda) if gpu else None,
         build_directory=build_directory,
@@ -134,44 +135,7 @@ def _python() -> PythonFacts:
     )
 
 
-# The frameworks, without importing them -------------------------------------------------------------------------------
-
-
-def find_frameworks() -> tuple[FrameworkFacts, ...]:
-    """PyTorch and TensorFlow as this interpreter would import them, those that are there."""
-    return tuple(found for found in (find_torch(), find_tensorflow()) if found is not None)
-
-
-def find_torch() -> FrameworkFacts | None:
-    """PyTorch, read from its ``version.py``; None when it is not installed."""
-    location = package_directory("torch")
-    if location is None:
-        return None
-    facts = literals(location / "version.py")
-    package = distribution("torch")
-    return FrameworkFacts(
-        name="torch",
-        version=str(facts.get("__version__") or (package.version if package else "")),
-        location=location,
-        build=f"{facts.get('git_version', '')} cxx11abi={_torch_cxx11_abi(location)}",
-        cuda=facts.get("cuda"),
-    )
-
-
-def find_tensorflow() -> FrameworkFacts | None:
-    """TensorFlow, read from its distribution and ``build_info.py``; None when it is not installed."""
-    location = package_directory("tensorflow")
-    if location is None:
-        return None
-    package = _tensorflow_distribution(location)
-    info = _build_info(location / "python" / "platform" / "build_info.py")
-    return FrameworkFacts(
-        name="tensorflow",
-        version=package.version if package else "",
-        location=location,
-        build=package.metadata["Name"] if package else "",
-        cuda=str(info.get("cuda_version", "")) if info.get("is_cuda_build") else None,
-    )
+# Python packages, without importing them ------------------------------------------------------------------------------
 
 
 def package_directory(name: str) -> Path | None:
@@ -191,7 +155,43 @@ def distribution(name: str) -> importlib.metadata.Distribution | None:
         return None
 
 
-def literals(file: Path) -> dict[str, Any]:
+def find_torch() -> FrameworkFacts | None:
+    """PyTorch as this interpreter would import it, read from its ``version.py``; None when it is not installed."""
+    location = package_directory("torch")
+    if location is None:
+        return None
+    facts, package = _literals(location / "version.py"), distribution("torch")
+    settings = text_if_there(location / "share" / "cmake" / "Torch" / "TorchConfig.cmake")
+    flag = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", settings)
+    abi = flag.group(1) if flag else "default" if settings else "unknown"
+    return FrameworkFacts(
+        name="torch",
+        version=str(facts.get("__version__") or (package.version if package else "")),
+        location=location,
+        build=f"{facts.get('git_version', '')} cxx11abi={abi}",
+        cuda=facts.get("cuda"),
+    )
+
+
+def find_tensorflow() -> FrameworkFacts | None:
+    """TensorFlow, read from its distribution and ``build_info.py``; None when it is not installed."""
+    location = package_directory("tensorflow")
+    if location is None:
+        return None
+    candidates = [found for name in DISTRIBUTIONS["tensorflow"] if (found := distribution(name)) is not None]
+    beside = [found for found in candidates if Path(str(found.locate_file(""))) == location.parent]
+    package = next(iter(beside or candidates), None)
+    info = _build_info(location / "python" / "platform" / "build_info.py")
+    return FrameworkFacts(
+        name="tensorflow",
+        version=package.version if package else "",
+        location=location,
+        build=package.metadata["Name"] if package else "",
+        cuda=str(info.get("cuda_version", "")) if info.get("is_cuda_build") else None,
+    )
+
+
+def _literals(file: Path) -> dict[str, Any]:
     """The top-level ``name = literal`` assignments of a Python file; {} when it cannot be read."""
     try:
         tree = ast.parse(text_if_there(file))
@@ -216,50 +216,76 @@ def _build_info(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _torch_cxx11_abi(location: Path) -> str:
-    text = text_if_there(location / "share" / "cmake" / "Torch" / "TorchConfig.cmake")
-    flag = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", text)
-    return flag.group(1) if flag else "default" if text else "unknown"
+def horovod_directory() -> Path | None:
+    """Directory of the package ``horovod`` that would be imported, or None."""
+    return package_directory("horovod")
 
 
-def _tensorflow_distribution(location: Path) -> importlib.metadata.Distribution | None:
-    candidates = [found for name in DISTRIBUTIONS["tensorflow"] if (found := distribution(name)) is not None]
-    beside = [found for found in candidates if Path(str(found.locate_file(""))) == location.parent]
-    return next(iter(beside or candidates), None)
+def read_record(package: Path | None = None) -> BuildRecord | None:
+    """The record of an installed Horovod, without importing it.
+
+    Args:
+        package: its directory; default: that of the one that this interpreter would import.
+    Returns:
+        None when Horovod is not installed, or was not built by ``hvdkit install``.
+    Raises:
+        InstallError: there is a record and it cannot be read: not JSON, another schema, or a field is missing.
+    """
+    package = package or horovod_directory()
+    if package is None:
+        return None
+    try:
+        text = (package / RECORD_NAME).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InstallError(
+            f"The build record of the installed Horovod cannot be read: {error}; run 'hvdkit install --force'."
+        ) from error
+    return json_files.decode(text, BuildRecord, RECORD_NAME, InstallError)
+
+
+def mpi_bin(record: BuildRecord) -> Path | None:
+    """Absolute directory of the mpirun that belongs to this build, None when it was built without MPI.
+
+    A relative entry is resolved against the running environment (``sys.prefix``). The directory need not exist
+    any more; callers that start mpirun check.
+    """
+    return None if record.mpi is None else Path(sys.prefix) / record.mpi.bin
 
 
 # Compilers ------------------------------------------------------------------------------------------------------------
 
 
-def find_cxx(environ: Mapping[str, str]) -> CompilerFacts | None:
-    """The C++ compiler: CXX when it is set, else the first of c++, g++, clang++ on PATH; None when not there."""
-    command = compiler_command(environ, "CXX", CXX_NAMES)
-    if command is None:
-        return None
-    test = ask([*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"], stdin=CXX20_PROGRAM)
-    return _describe(command, "" if test.ok else test.problem)
+def find_compiler(environ: Mapping[str, str], variable: str) -> CompilerFacts | None:
+    """The compiler that a variable names, else the first of the usual names on PATH; None when it is not there.
 
-
-def find_cc(environ: Mapping[str, str]) -> CompilerFacts | None:
-    """The C compiler, which Gloo's build asks for: CC when it is set, else the first of cc, gcc, clang."""
-    command = compiler_command(environ, "CC", CC_NAMES)
-    return None if command is None else _describe(command, "")
-
-
-def compiler_command(environ: Mapping[str, str], variable: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Command line of a compiler with the full path of its program, None when it is not on PATH.
-
-    The variable may hold arguments too, as in ``CXX="ccache g++"``.
+    Args:
+        environ: for PATH and the variable, which may hold arguments, too, as in ``CXX="ccache g++"``.
+        variable: "CXX", or "CC" for the C compiler that Gloo's build asks for.
     """
-    path = environ.get("PATH", "")
     text = environ.get(variable, "")
     try:
         wanted = shlex.split(text)
     except ValueError:
         wanted = [text]
-    candidates = [wanted] if wanted else [[name] for name in names]
-    found = ((shutil.which(words[0], path=path), words[1:]) for words in candidates)
-    return next(((str(Path(program).absolute()), *more) for program, more in found if program), None)
+    candidates = [wanted] if wanted else [[name] for name in COMPILERS[variable]]
+    found = ((shutil.which(words[0], path=environ.get("PATH", "")), words[1:]) for words in candidates)
+    command = next(((str(Path(program).absolute()), *more) for program, more in found if program), None)
+    if command is None:
+        return None
+    problem = ""
+    if variable == "CXX":
+        test = ask([*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"], stdin=CXX20_PROGRAM)
+        problem = "" if test.ok else test.problem
+    answer = ask([*command, "--version"])
+    family = next((name for mark, name in _FAMILIES if mark.lower() in answer.text.lower()), "")
+    # The first word is the name it was called by: c++ and g++ are one compiler.
+    banner = answer.first_line.partition(" ")[2]
+    version = re.search(r"\d+\.\d+(?:\.\d+)*", re.sub(r"\([^)]*\)", "", banner))
+    name = f"{family} {version[0]}" if family and version else answer.first_line
+    target = ask([*command, "-dumpmachine"]).first_line
+    return CompilerFacts(command, name, " ".join([family, banner, target, *command[1:]]), problem)
 
 
 def arch_flags(cpuinfo: str) -> tuple[str, ...]:
@@ -273,23 +299,18 @@ def arch_flags(cpuinfo: str) -> tuple[str, ...]:
     return tuple(flag for name, flag in ARCH_FLAGS.items() if name in present)
 
 
-def _describe(command: tuple[str, ...], problem: str) -> CompilerFacts:
-    answer = ask([*command, "--version"])
-    family = next((name for mark, name in _FAMILIES if mark.lower() in answer.text.lower()), "")
-    # The first word is the name it was called by: c++ and g++ are one compiler.
-    banner = answer.first_line.partition(" ")[2]
-    version = re.search(r"\d+\.\d+(?:\.\d+)*", re.sub(r"\([^)]*\)", "", banner))
-    name = f"{family} {version[0]}" if family and version else answer.first_line
-    target = ask([*command, "-dumpmachine"]).first_line
-    return CompilerFacts(command, name, " ".join([family, banner, target, *command[1:]]), problem)
-
-
 # CUDA and NCCL --------------------------------------------------------------------------------------------------------
 
 
 def find_cuda(environ: Mapping[str, str], site_packages: Iterable[Path]) -> CudaFacts | None:
     """The first CUDA toolkit with a compiler that runs and its headers; None when there is none."""
-    for home in _cuda_homes(environ, site_packages):
+    homes = [Path(environ[name]) for name in CUDA_VARIABLES if environ.get(name)]
+    if found := shutil.which("nvcc", path=environ.get("PATH", "")):
+        homes.append(Path(found).resolve().parent.parent)
+    homes.append(Path("/usr/local/cuda"))
+    for directory in site_packages:
+        homes += sorted((directory / "nvidia").glob("cu[0-9]*"), reverse=True)
+    for home in homes:
         nvcc = home / "bin" / "nvcc"
         if not nvcc.is_file() or not (home / "include" / "cuda_runtime.h").is_file():
             continue
@@ -318,16 +339,6 @@ def find_nccl(
     return next((found for place in places if (found := _nccl(*place))), None)
 
 
-def _cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> Iterator[Path]:
-    yield from (Path(environ[name]) for name in CUDA_VARIABLES if environ.get(name))
-    nvcc = shutil.which("nvcc", path=environ.get("PATH", ""))
-    if nvcc is not None:
-        yield Path(nvcc).resolve().parent.parent
-    yield Path("/usr/local/cuda")
-    for directory in site_packages:
-        yield from sorted((directory / "nvidia").glob("cu[0-9]*"), reverse=True)
-
-
 def _nccl(include: Path, directories: Iterable[Path]) -> NcclFacts | None:
     header = text_if_there(include / "nccl.h")
     numbers = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
@@ -347,11 +358,22 @@ def find_mpi(environ: Mapping[str, str], prefix: Path) -> MpiFacts | None:
         environ: for PATH, and for where a Cray MPI lies.
         prefix: the running environment, searched even when it is not activated.
     """
-    for mpicc in _candidates(environ, prefix):
-        if named := identify(mpicc, environ):
-            wrappers = [mpicc.parent / name for name in CXX_WRAPPERS if (mpicc.parent / name).exists()]
-            wheel = mpicc.parent == prefix / "bin" and any(map(distribution, MPI_WHEELS))
-            return MpiFacts(*named, bin=mpicc.parent, cxx=next(iter(wrappers), None), wheel=wheel)
+    own = prefix / "bin"
+    directories = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry]
+    # Cray's programming environment names its MPICH here and need not have its wrappers on PATH.
+    directories += [f"{environ[name]}/bin" for name in ("CRAY_MPICH_DIR", "MPICH_DIR") if environ.get(name)]
+    wrappers = (shutil.which("mpicc", path=directory) for directory in [*directories, str(own)])
+    asked: set[Path] = set()
+    for mpicc in (Path(found).absolute() for found in wrappers if found is not None):
+        # One place under two names (a symbolic link on PATH) is the environment's own.
+        place = own if mpicc.parent.resolve() == own.resolve() else mpicc.parent
+        if place in asked:
+            continue
+        asked.add(place)
+        if named := identify(place / "mpicc", environ):
+            cxx = next((place / name for name in CXX_WRAPPERS if (place / name).exists()), None)
+            wheel = place == own and any(map(distribution, MPI_WHEELS))
+            return MpiFacts(*named, bin=place, cxx=cxx, wheel=wheel)
     return None
 
 
@@ -368,25 +390,6 @@ def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
         return _family(match["name"], environ), match["version"]
     name, version = identify_mpi(ask([str(mpicc.with_name("mpirun")), "--version"]).text)
     return (_family(name, environ), version) if name else (UNKNOWN, "")
-
-
-def _candidates(environ: Mapping[str, str], prefix: Path) -> Iterator[Path]:
-    directories = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry]
-    # Cray's programming environment names its MPICH here and need not have its wrappers on PATH.
-    directories += [f"{environ[name]}/bin" for name in ("CRAY_MPICH_DIR", "MPICH_DIR") if environ.get(name)]
-    directories.append(str(prefix / "bin"))
-    seen = set()
-    for directory in directories:
-        found = shutil.which("mpicc", path=directory)
-        if found is None:
-            continue
-        path = Path(found).absolute()
-        # One place under two names (a symbolic link on PATH) is the environment's own.
-        if path.parent.resolve() == (prefix / "bin").resolve():
-            path = prefix / "bin" / "mpicc"
-        if path not in seen:
-            seen.add(path)
-            yield path
 
 
 def _family(name: str, environ: Mapping[str, str]) -> str:

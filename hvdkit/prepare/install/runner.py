@@ -77,9 +77,14 @@ def run(
             if on_line is not None:
                 on_line(line)
         status = process.wait()
-    if status != 0:
-        raise InstallError(_message(what, status, lines, log))
-    return lines
+    if status == 0:
+        return lines
+    error, fix = first_error(lines), ""
+    if status == -signal.SIGKILL and not is_out_of_memory(error):
+        error = "the process was killed"
+    if is_out_of_memory(error):
+        fix = " (usually for want of memory: 'MAX_JOBS=1 hvdkit install' compiles one file at a time)"
+    raise InstallError(f"{what} failed: {error}{fix}; the full log is {log}")
 
 
 @contextlib.contextmanager
@@ -133,16 +138,6 @@ def session_members(session: int) -> list[int]:
         if its_session == str(session) and state not in "ZX":
             found.append(int(entry.name))
     return found
-
-
-def _message(what: str, status: int, lines: Sequence[str], log: Path) -> str:
-    error = first_error(lines)
-    if status == -signal.SIGKILL and not is_out_of_memory(error):
-        error = "the process was killed"
-    fix = ""
-    if is_out_of_memory(error):
-        fix = " (usually for want of memory: 'MAX_JOBS=1 hvdkit install' compiles one file at a time)"
-    return f"{what} failed: {error}{fix}; the full log is {log}"
 
 
 # What went wrong first, among the thousands of lines around it -------------------------------------------------------

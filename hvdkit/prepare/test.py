@@ -12,7 +12,8 @@ from msgspec import structs
 from hvdkit.common import json_files
 from hvdkit.common.commands import JSON, time_limit
 from hvdkit.common.json_files import Document
-from hvdkit.prepare.doctor.two_ranks import Tested, train
+from hvdkit.prepare.doctor.facts import Tested
+from hvdkit.prepare.doctor.probe import train
 
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 

@@ -9,12 +9,19 @@ import pytest
 from msgspec import structs
 
 from hvdkit.common.programs import identify_mpi, same_mpi_family
-from hvdkit.prepare.doctor.checks import CHECKS
-from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package
-from hvdkit.prepare.doctor.finding import LEVELS, Found, examine
-from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
-from hvdkit.prepare.doctor.two_ranks import Tested as Said
-from hvdkit.prepare.doctor.two_ranks import TwoRanks
+from hvdkit.prepare.doctor.checks import CHECKS, LEVELS, Found, examine
+from hvdkit.prepare.doctor.facts import (
+    Devices,
+    DoctorFacts,
+    DoctorHost,
+    Extension,
+    Failure,
+    MpiLauncher,
+    MpiLibrary,
+    Package,
+    TwoRanks,
+)
+from hvdkit.prepare.doctor.facts import Tested as Said
 from hvdkit.prepare.install.facts import BuildRecord, MpiRecord
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")

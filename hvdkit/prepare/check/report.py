@@ -13,7 +13,7 @@ from hvdkit.common.units import count_text
 from hvdkit.prepare.check.rules import BrokenRule, examine
 from hvdkit.prepare.check.source import Script, too_deep
 from hvdkit.prepare.check.steps import STEPS, JudgedCase, Verdict
-from hvdkit.prepare.doctor.finding import explanation
+from hvdkit.prepare.doctor.checks import explanation
 
 LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
 _COLOURS = {"done": "green", "missing": "red", "undecided": "yellow", "not needed": None}

@@ -8,12 +8,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
-from hvdkit.prepare.doctor.two_ranks import TwoRanks
-from hvdkit.prepare.install.facts import RECORD_NAME, TITLES, BuildRecord
+from hvdkit.common.json_files import Part
+from hvdkit.prepare.install.facts import TITLES, BuildRecord
 
 PACKAGES = {**TITLES, "keras": "Keras", "mpi4py": "mpi4py", "horovod": "Horovod"}
 CONTROLLERS = ("MPI", "Gloo")
+
+
+@dataclass(frozen=True)
+class DoctorHost:
+    """The machine, without its name.
+
+    Attributes:
+        platform: system and processor.
+        cores: CPUs of the machine.
+        affinity: CPUs that this process may run on.
+        cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
+        shm_bytes: free bytes of /dev/shm, None when it does not exist.
+        gpus: accelerators that the kernel's drivers show, whatever the frameworks see.
+    """
+
+    platform: str
+    cores: int
+    affinity: int
+    cpu_quota: float | None = None
+    shm_bytes: int | None = None
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def usable_cores(self) -> int:
+        """Whole cores that a process can use at the same time, at least 1."""
+        quota = self.affinity if self.cpu_quota is None else int(self.cpu_quota)
+        return max(1, min(self.affinity, quota))
 
 
 @dataclass(frozen=True)
@@ -54,10 +80,6 @@ class Package:
     failure: Failure | None = None
 
     @property
-    def works(self) -> bool:
-        return self.present and self.failure is None
-
-    @property
     def installed_version(self) -> str | None:
         """The imported module's version, else that of the metadata."""
         return self.version or self.distribution_version
@@ -79,6 +101,36 @@ class Devices:
 
 
 @dataclass(frozen=True)
+class MpiLibrary:
+    """An MPI library that a process had loaded.
+
+    Attributes:
+        path: real path of the shared library.
+        implementation: "Open MPI", "MPICH", ..., or "" when unknown.
+        version: "5.0.11", or "" when unknown.
+    """
+
+    path: str
+    implementation: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
+
+
+@dataclass(frozen=True)
+class MpiLauncher(MpiLibrary):
+    """An ``mpirun`` or ``mpiexec``.
+
+    Attributes:
+        path: as found, not resolved.
+        first_on_path: what a user gets who types the bare name.
+    """
+
+    first_on_path: bool = False
+
+
+@dataclass(frozen=True)
 class Extension:
     """Horovod's compiled extension for one framework.
 
@@ -97,6 +149,44 @@ class Extension:
     failure: Failure | None = None
     built: tuple[str, ...] = ()
     mpi: MpiLibrary | None = None
+
+
+class Tested(Part, frozen=True):
+    """One check.
+
+    Attributes:
+        check: "Horovod", "framework", or a framework and what was done in it, such as "torch training".
+        ok: it passed.
+        what: what was seen, or what is wrong.
+        fix: what to do; "" where it passed.
+    """
+
+    check: str
+    ok: bool
+    what: str
+    fix: str = ""
+
+
+class TwoRanks(Part, frozen=True):
+    """What 2 ranks, started by ``hvdkit launch``, said in one framework.
+
+    Attributes:
+        checks: those that passed, and the first that failed.
+        controller: "MPI" or "Gloo", over which they trained; "" where they did not come so far.
+    """
+
+    checks: tuple[Tested, ...]
+    controller: str = ""
+
+    @property
+    def failed(self) -> Tested | None:
+        """The check that failed, None where they train."""
+        return next((one for one in self.checks if not one.ok), None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why they do not train, None where they do."""
+        return self.failed.what.rstrip(".") if self.failed else None
 
 
 @dataclass(frozen=True)
@@ -149,12 +239,6 @@ class DoctorFacts:
     def built_with(self, feature: str) -> bool:
         """Whether any extension that loads was built with ``feature`` ("MPI", "NCCL", ...)."""
         return any(feature in extension.built for extension in self.loaded_extensions())
-
-    def built_for(self) -> tuple[tuple[str, Mapping[str, str]], ...]:
-        """The versions of frameworks that Horovod was built for, by the file that says so, hvdkit's first."""
-        noted = {"torch": self.record.torch, "tensorflow": self.record.tensorflow} if self.record else {}
-        record = {name: version for name, version in noted.items() if version is not None}
-        return (RECORD_NAME, record), ("metadata.json", self.metadata)
 
     def launch_problem(self, framework: str) -> str | None:
         """Why a training of 2 ranks, started by ``hvdkit launch``, fails; None where it works or was not tried."""

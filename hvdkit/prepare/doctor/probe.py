@@ -1,13 +1,18 @@
-"""Gathers the facts: child processes that run ``inside.py``, each with a time limit, and what they wrote put together.
+"""Gathers the facts: of this machine, of child processes that import, and of 2 ranks that train.
 
-Whatever becomes of a child is an outcome: a crash or a hang of an import is what the doctor is here to find.
+Whatever becomes of a child is an outcome: a crash or a hang of an import is what the doctor is here to find. The ranks
+are started by ``hvdkit launch``, in the environment and within the limits of a user's training: whether training works
+here is what they say, for ``hvdkit doctor`` and for ``hvdkit test``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +23,24 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hvdkit.common.programs import identify_mpi, signal_name
+from hvdkit.common import masked
+from hvdkit.common.files import text_if_there
+from hvdkit.common.programs import identify_mpi, signal_name, version
+from hvdkit.core import listeners
 from hvdkit.errors import HvdkitError, InstallError
-from hvdkit.prepare.doctor import host, inside, two_ranks
-from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package
-from hvdkit.prepare.doctor.host import MpiLibrary
+from hvdkit.prepare.doctor import inside
+from hvdkit.prepare.doctor.facts import (
+    Devices,
+    DoctorFacts,
+    DoctorHost,
+    Extension,
+    Failure,
+    MpiLauncher,
+    MpiLibrary,
+    Package,
+    Tested,
+    TwoRanks,
+)
 from hvdkit.prepare.install.facts import DISTRIBUTIONS, TITLES, BuildRecord
 from hvdkit.prepare.install.here import read_record
 from hvdkit.steps import launchers
@@ -33,6 +51,128 @@ _METADATA_NAMES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 """Horovod's names in its metadata.json -> import names (horovod setup.py, 0.28)."""
 _PART_OF_A_JOB = re.compile(r"HOROVOD_(?!GLOO_IFACE$)|PMI|PRTE_|HYDRA|PALS_|SLURM_(STEP|PMI|MPI)")
 """Beside what places a rank: what changes how Horovod behaves, or how an MPI starts. A probe is one plain process."""
+
+_RELEVANT = (
+    "HOROVOD_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "KERAS_BACKEND", "TF_USE_LEGACY_KERAS",
+)  # fmt: skip
+"""Beginnings of the names of variables that change a training; a report shows no others."""
+RANKS = 2
+SAID_BY_RANKS = ("allreduce", "training")
+"""What a rank says of, in this order."""
+_SAID = re.compile(r"hvdkit test: (\w+): (.*)")
+_REASONS = (r"hvdkit: .*|(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*", r"hvdkit launch: .*")
+"""Lines of a failed job that say why, the better ones first: a sentence of a rank, or the end of its traceback."""
+WRITING = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", listeners.MONITOR)
+"""Variables that have a training write files, which these few steps must not replace."""
+
+
+def gather(
+    python: str = sys.executable, environ: Mapping[str, str] | None = None, seconds: float = DEFAULT_SECONDS
+) -> DoctorFacts:
+    """Look at the environment of an interpreter, and train on 2 ranks in each framework that Horovod loads in.
+
+    Args:
+        python: interpreter whose packages are looked at; ``hvdkit launch`` starts the one that runs this, and no other.
+        environ: environment of the training to come; default: that of this process.
+        seconds: time that one child process may take, > 0; a training may take twice as long.
+    Raises:
+        HvdkitError: the interpreter does not run.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    inventory = run(python, [["inventory"]], environ, max(seconds, DEFAULT_SECONDS))["inventory"]
+    if isinstance(inventory, Failure):
+        raise HvdkitError(f"{python} cannot look at its packages ({inventory.message}); does it run at all?")
+    outcomes = run(python, processes(inventory), environ, seconds)
+    record, metadata = _notes(inventory["packages"]["horovod"]["location"])
+    # Where the MPI of this environment is, on PATH or not; a record's directory can be relative to the prefix.
+    prefix = Path(inventory["prefix"])
+    own_mpis = [prefix / "bin", *([prefix / record.mpi.bin] if record and record.mpi else [])]
+
+    def value(stage: str) -> Mapping[str, Any]:
+        outcome = outcomes.get(stage)
+        return outcome if isinstance(outcome, Mapping) else {}
+
+    def failure(stage: str) -> Failure | None:
+        outcome = outcomes.get(stage)
+        return outcome if isinstance(outcome, Failure) else None
+
+    packages = {
+        name: Package(name, **found, version=value(name).get("version"), failure=failure(name))
+        for name, found in inventory["packages"].items()
+    }
+    devices, extensions = {}, {}
+    for name in TITLES:
+        if (stage := f"{name}.devices") in outcomes:
+            devices[name] = Devices(value(stage).get("build"), tuple(value(stage).get("gpus", ())), failure(stage))
+        if packages["horovod"].present:
+            stage = f"{name}.extension"
+            extensions[name] = Extension(
+                framework=name,
+                file=inventory["extensions"][name],
+                loaded=bool(value(stage)),
+                failure=failure(stage),
+                built=tuple(value(stage).get("built", ())),
+                mpi=_mpi_library(value(stage).get("mpi")),
+            )
+    trained = {}
+    if python == sys.executable:
+        loaded = [name for name, extension in extensions.items() if extension.loaded]
+        trained = {name: train(name, 2 * seconds, environ) for name in loaded}
+    return DoctorFacts(
+        python=inventory["python"],
+        prefix=inventory["prefix"],
+        host=look_at_host(),
+        packages=packages,
+        tensorflow_keras=value("tensorflow.keras").get("version"),
+        devices=devices,
+        extensions=extensions,
+        record=record,
+        metadata=metadata,
+        mpi4py_mpi=_mpi_library(value("mpi4py").get("mpi")),
+        mpi_launchers=mpi_launchers(environ, own_mpis),
+        environ=relevant(environ),
+        trained=trained,
+        seconds_allowed=seconds,
+    )
+
+
+def processes(inventory: Mapping[str, Any]) -> list[list[str]]:
+    """Stages for each child process: the slow ones first, nothing for what is not installed."""
+    present = {name for name, package in inventory["packages"].items() if package["present"]}
+    found = []
+    for name in ("tensorflow", "torch"):
+        stages = [name] if name in present else []
+        if name in present and inventory["extensions"].get(name) is not None:
+            stages.append(f"{name}.extension")
+        if name == "tensorflow" and "keras" in present:
+            stages += ["keras", "tensorflow.keras"] if name in present else ["keras"]
+        if name in present:
+            stages.append(f"{name}.devices")  # last, since a crash in it leaves nothing else unknown
+        found.append(stages)
+    found += [[name] for name in ("mpi4py", "horovod") if name in present]
+    return [stages for stages in found if stages]
+
+
+def _notes(horovod: str | None) -> tuple[BuildRecord | None, dict[str, str]]:
+    """Of an installed Horovod hvdkit's record, and Horovod's own note of framework versions, where they can be read."""
+    if horovod is None:
+        return None, {}
+    record, content = None, None
+    with suppress(InstallError):  # without one it counts as built by somebody else
+        record = read_record(Path(horovod))
+    with suppress(OSError, ValueError):  # there is none, or not what Horovod writes
+        content = json.loads((Path(horovod) / "metadata.json").read_text(encoding="utf-8"))
+    noted = content if isinstance(content, dict) else {}
+    versions = {name: noted.get(key) for key, name in _METADATA_NAMES.items()}
+    return record, {name: version for name, version in versions.items() if isinstance(version, str)}
+
+
+def _mpi_library(value: Mapping[str, str] | None) -> MpiLibrary | None:
+    return None if value is None else MpiLibrary(value["path"], *identify_mpi(value["text"]))
+
+
+# Child processes that import ------------------------------------------------------------------------------------------
 
 
 def plain(environ: Mapping[str, str]) -> dict[str, str]:
@@ -106,106 +246,138 @@ def _end(status: int | None, errors: str, seconds: float) -> Failure:
     return Failure("exit", f"the process ended with exit status {status}{last}", detail)
 
 
-def gather(
-    python: str = sys.executable, environ: Mapping[str, str] | None = None, seconds: float = DEFAULT_SECONDS
-) -> DoctorFacts:
-    """Look at the environment of an interpreter, and train on 2 ranks in each framework that Horovod loads in.
+# 2 ranks that train ---------------------------------------------------------------------------------------------------
+
+
+def train(framework: str, timeout_s: float, environ: Mapping[str, str] = os.environ) -> TwoRanks:
+    """Start the ranks of a framework, on GPUs where there is one for each, and read what they say.
 
     Args:
-        python: interpreter whose packages are looked at; ``hvdkit launch`` starts the one that runs this, and no other.
-        environ: environment of the training to come; default: that of this process.
-        seconds: time that one child process may take, > 0; a training may take twice as long.
-    Raises:
-        HvdkitError: the interpreter does not run.
+        framework: "torch", "tensorflow" or "keras".
+        timeout_s: seconds until the job is ended.
+        environ: of the job.
     """
-    environ = dict(os.environ if environ is None else environ)
-    inventory = run(python, [["inventory"]], environ, max(seconds, DEFAULT_SECONDS))["inventory"]
-    if isinstance(inventory, Failure):
-        raise HvdkitError(f"{python} cannot look at its packages ({inventory.message}); does it run at all?")
-    outcomes = run(python, processes(inventory), environ, seconds)
-    record, metadata = _notes(inventory["packages"]["horovod"]["location"])
-    # Where the MPI of this environment is, on PATH or not; a record's directory can be relative to the prefix.
-    prefix = Path(inventory["prefix"])
-    own_mpis = [prefix / "bin", *([prefix / record.mpi.bin] if record and record.mpi else [])]
+    device = "gpu" if len(gpus(Path("/"))) >= RANKS else "cpu"
+    job = ["launch", "-n", str(RANKS), "--no-tag", "--", "python", "-m", "hvdkit.synthetic.smoke"]
+    job += [framework, str(RANKS), device]
+    again = f"the job itself tells more: {shlex.join(['hvdkit', *job])}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "hvdkit.cli", *job],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            check=False,
+            env={name: value for name, value in environ.items() if name not in WRITING},
+        )
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as late:  # hvdkit launch leaves no rank behind, even when it is killed
+        status, output = None, late.stdout or b""
+    lines = output.decode(errors="replace").splitlines()
+    said = [(match[1], match[2]) for text in lines if (match := _SAID.search(text))]
+    controller = dict(said).get("controller", "")
+    checks: list[Tested] = []
+    for check in SAID_BY_RANKS:
+        told = [what for name, what in said if name == check]
+        if len(told) == RANKS and (status == 0 or check != SAID_BY_RANKS[-1]):
+            checks.append(Tested(f"{framework} {check}", True, told[0]))
+            continue
+        if status is None:
+            why = f"It did not end within {timeout_s:g} s."
+            again = f"'--timeout {5 * timeout_s:g}' if it is only slow; else {again}"
+        else:
+            why = _reason(lines, status)
+        checks.append(Tested(f"{framework} {check}", False, why, again))
+        break
+    return TwoRanks(tuple(checks), controller)
 
-    def value(stage: str) -> Mapping[str, Any]:
-        outcome = outcomes.get(stage)
-        return outcome if isinstance(outcome, Mapping) else {}
 
-    def failure(stage: str) -> Failure | None:
-        outcome = outcomes.get(stage)
-        return outcome if isinstance(outcome, Failure) else None
+def _reason(lines: Sequence[str], status: int) -> str:
+    """Why a job failed, from its last line that says so."""
+    for pattern in _REASONS:
+        told = [text.strip() for text in lines if re.fullmatch(pattern, text.strip())]
+        if told:
+            return told[-1].removeprefix("hvdkit: ")
+    return f"The job ended with exit status {status}."
 
-    packages = {
-        name: Package(name, **found, version=value(name).get("version"), failure=failure(name))
-        for name, found in inventory["packages"].items()
-    }
-    devices, extensions = {}, {}
-    for name in TITLES:
-        if (stage := f"{name}.devices") in outcomes:
-            devices[name] = Devices(value(stage).get("build"), tuple(value(stage).get("gpus", ())), failure(stage))
-        if packages["horovod"].present:
-            stage = f"{name}.extension"
-            extensions[name] = Extension(
-                framework=name,
-                file=inventory["extensions"][name],
-                loaded=bool(value(stage)),
-                failure=failure(stage),
-                built=tuple(value(stage).get("built", ())),
-                mpi=_mpi_library(value(stage).get("mpi")),
-            )
-    trained = {}
-    if python == sys.executable:
-        loaded = [name for name, extension in extensions.items() if extension.loaded]
-        trained = {name: two_ranks.train(name, 2 * seconds, environ) for name in loaded}
-    return DoctorFacts(
-        python=inventory["python"],
-        prefix=inventory["prefix"],
-        host=host.look(),
-        packages=packages,
-        tensorflow_keras=value("tensorflow.keras").get("version"),
-        devices=devices,
-        extensions=extensions,
-        record=record,
-        metadata=metadata,
-        mpi4py_mpi=_mpi_library(value("mpi4py").get("mpi")),
-        mpi_launchers=host.mpi_launchers(environ, own_mpis),
-        environ=host.relevant(environ),
-        trained=trained,
-        seconds_allowed=seconds,
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change a training, by name, with secrets masked; HOROVOD_HOSTNAME is left out."""
+    names = sorted(name for name in environ if name.startswith(_RELEVANT) and name != "HOROVOD_HOSTNAME")
+    return {name: masked.variable(name, environ[name]) for name in names}
+
+
+def look_at_host() -> DoctorHost:
+    """The machine as this process sees it."""
+    shared = Path("/dev/shm")  # noqa: S108
+    return DoctorHost(
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=os.cpu_count() or 1,
+        affinity=len(os.sched_getaffinity(0)),
+        cpu_quota=cpu_quota(text_if_there(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
+        shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
+        gpus=gpus(Path("/")),
     )
 
 
-def processes(inventory: Mapping[str, Any]) -> list[list[str]]:
-    """Stages for each child process: the slow ones first, nothing for what is not installed."""
-    present = {name for name, package in inventory["packages"].items() if package["present"]}
-    found = []
-    for name in ("tensorflow", "torch"):
-        stages = [name] if name in present else []
-        if name in present and inventory["extensions"].get(name) is not None:
-            stages.append(f"{name}.extension")
-        if name == "tensorflow" and "keras" in present:
-            stages += ["keras", "tensorflow.keras"] if name in present else ["keras"]
-        if name in present:
-            stages.append(f"{name}.devices")  # last, since a crash in it leaves nothing else unknown
-        found.append(stages)
-    found += [[name] for name in ("mpi4py", "horovod") if name in present]
-    return [stages for stages in found if stages]
+def cpu_quota(membership: str, root: Path) -> float | None:
+    """CPUs' worth of time that the control groups of this process allow: the smallest on the way up.
+
+    Args:
+        membership: the text of ``/proc/self/cgroup``.
+        root: ``/sys/fs/cgroup``.
+    Returns:
+        None without a limit.
+    Source: kernel documentation, cgroup-v2 ``cpu.max`` and cgroup-v1 ``cpu.cfs_quota_us``.
+    """
+    limits = []
+    for line in membership.splitlines():
+        hierarchy, controllers, group = line.split(":", 2)
+        if hierarchy == "0":
+            limits += [_limit(directory, "cpu.max") for directory in _upwards(root, group)]
+        elif "cpu" in controllers.split(","):
+            mounts = {root / controllers, root / "cpu"}
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            limits += [_limit(directory, *names) for mount in mounts for directory in _upwards(mount, group)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _notes(horovod: str | None) -> tuple[BuildRecord | None, dict[str, str]]:
-    """Of an installed Horovod hvdkit's record, and Horovod's own note of framework versions, where they can be read."""
-    if horovod is None:
-        return None, {}
-    record, content = None, None
-    with suppress(InstallError):  # without one it counts as built by somebody else
-        record = read_record(Path(horovod))
-    with suppress(OSError, ValueError):  # there is none, or not what Horovod writes
-        content = json.loads((Path(horovod) / "metadata.json").read_text(encoding="utf-8"))
-    noted = content if isinstance(content, dict) else {}
-    versions = {name: noted.get(key) for key, name in _METADATA_NAMES.items()}
-    return record, {name: version for name, version in versions.items() if isinstance(version, str)}
+def _upwards(mount: Path, group: str) -> list[Path]:
+    """The group's directory and all above it, the mount point last."""
+    below = Path(group.lstrip("/"))
+    return [mount / below, *(mount / parent for parent in below.parents)]
 
 
-def _mpi_library(value: Mapping[str, str] | None) -> MpiLibrary | None:
-    return None if value is None else MpiLibrary(value["path"], *identify_mpi(value["text"]))
+def _limit(directory: Path, *names: str) -> float | None:
+    """Quota by period, which stand in one file or in two; without a limit the quota is "max" or -1."""
+    words = " ".join(text_if_there(directory / name) for name in names).split()
+    return int(words[0]) / int(words[1]) if len(words) == 2 and all(map(str.isdigit, words)) else None
+
+
+def gpus(root: Path) -> tuple[str, ...]:
+    """Accelerators that the NVIDIA and AMD drivers show, whether or not this process may use them."""
+    nvidia = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    models = [re.search(r"^\s*Model\s*:[ \t]*(\S.*)$", text_if_there(file), re.MULTILINE) for file in nvidia]
+    names = [model[1].strip() if model else "NVIDIA GPU" for model in models]
+    amd = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
+    # CPUs are nodes without SIMDs
+    names += ["AMD GPU" for file in amd if re.search(r"simd_count +[1-9]", text_if_there(file))]
+    return tuple(names)
+
+
+def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tuple[MpiLauncher, ...]:
+    """``mpirun`` and ``mpiexec`` as typed by a user, then those in ``directories``, each once."""
+    names = ("mpirun", "mpiexec")
+    typed = [shutil.which(name, path=environ.get("PATH")) for name in names]
+    own = [shutil.which(name, path=str(directory)) for directory in directories for name in names]
+    found: dict[str, bool] = {}
+    for candidate in (*typed, *own):
+        if candidate:
+            found.setdefault(candidate, candidate in typed)
+    return tuple(
+        MpiLauncher(path, *identify_mpi(version(Path(path), environ).text), first) for path, first in found.items()
+    )

@@ -43,12 +43,16 @@ _MPI_BINDINGS = re.compile(r"cxx|mpifh|usempi|fort|java")  # libraries for other
 def inventory() -> dict[str, Any]:
     """What is there, without an import: packages with their metadata, and Horovod's extensions."""
     packages = {name: _find(name) for name in DISTRIBUTIONS}
-    horovod = packages["horovod"]["location"]
+    extensions: dict[str, str | None] = {}
+    if horovod := packages["horovod"]["location"]:
+        for framework, stem in EXTENSION_FILES.items():
+            file = Path(horovod, framework, stem + sysconfig.get_config_var("EXT_SUFFIX"))
+            extensions[framework] = str(file) if file.is_file() else None
     return {
         "python": sys.version.split()[0],
         "prefix": sys.prefix,
         "packages": packages,
-        "extensions": _extension_files(Path(horovod)) if horovod else {},
+        "extensions": extensions,
     }
 
 
@@ -71,12 +75,6 @@ def _distribution(name: str) -> tuple[str | None, str | None]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None, None
-
-
-def _extension_files(root: Path) -> dict[str, str | None]:
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    files = {framework: root / framework / (stem + suffix) for framework, stem in EXTENSION_FILES.items()}
-    return {framework: str(file) if file.is_file() else None for framework, file in files.items()}
 
 
 def imported(name: str) -> dict[str, Any]:

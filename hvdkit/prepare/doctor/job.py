@@ -13,7 +13,7 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -170,22 +170,17 @@ def could_train(directory: Path) -> bool:
 def page(reports: Reports, findings: Sequence[Found]) -> Page:
     """A table of the ranks, the findings, and a verdict."""
     ways = sorted({f"{report.launcher} starts the ranks, Horovod over {report.library or '?'}" for report in reports})
-    columns: dict[str, Callable[[RankReport], object]] = {
-        "rank": lambda report: report.rank,
-        "host": lambda report: report.host,
-        "launcher": lambda report: report.launched,
-        "Horovod": lambda report: report.horovod,
-        "device": lambda report: report.device or None,
-        "cores": lambda report: len(report.cores),
-        "threads": lambda report: report.threads,
-    }
-    rows = [[cell(report) for cell in columns.values()] for report in reports]
+    names = ("rank", "host", "launcher", "Horovod", "device", "cores", "threads")
+    rows = [
+        (one.rank, one.host, one.launched, one.horovod, one.device or None, len(one.cores), one.threads)
+        for one in reports
+    ]
     size = max(report.size for report in reports)
     verdict = "The job cannot train as it is" if has_errors(findings) else "The job can train"
     return Page(
         [
             "; ".join(ways),
-            Table("", list(columns), rows, left=list(columns)[1:5]),
+            Table("", names, rows, left=names[1:5]),
             *paragraphs(findings, WIDEST)[1:],
             *([""] if findings else []),
             f"{verdict}: {len(reports)} of {size} ranks, {count_text(len(findings), 'finding')}.",

@@ -47,6 +47,13 @@ from hvdkit.steps import launchers
 
 DEFAULT_SECONDS = 60.0
 """Time that one child process may take; a first import from a parallel file system can take most of a minute."""
+_STAGES = (
+    ("tensorflow", "tensorflow.extension", "keras", "tensorflow.keras", "tensorflow.devices"),
+    ("torch", "torch.extension", "torch.devices"),
+    ("mpi4py",),
+    ("horovod",),
+)
+"""What each child process looks at; devices last, since a crash in it leaves nothing else unknown."""
 _METADATA_NAMES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 """Horovod's names in its metadata.json -> import names (horovod setup.py, 0.28)."""
 _PART_OF_A_JOB = re.compile(r"HOROVOD_(?!GLOO_IFACE$)|PMI|PRTE_|HYDRA|PALS_|SLURM_(STEP|PMI|MPI)")
@@ -139,18 +146,11 @@ def gather(
 
 def processes(inventory: Mapping[str, Any]) -> list[list[str]]:
     """Stages for each child process: the slow ones first, nothing for what is not installed."""
-    present = {name for name, package in inventory["packages"].items() if package["present"]}
-    found = []
-    for name in ("tensorflow", "torch"):
-        stages = [name] if name in present else []
-        if name in present and inventory["extensions"].get(name) is not None:
-            stages.append(f"{name}.extension")
-        if name == "tensorflow" and "keras" in present:
-            stages += ["keras", "tensorflow.keras"] if name in present else ["keras"]
-        if name in present:
-            stages.append(f"{name}.devices")  # last, since a crash in it leaves nothing else unknown
-        found.append(stages)
-    found += [[name] for name in ("mpi4py", "horovod") if name in present]
+    absent = {name for name, package in inventory["packages"].items() if not package["present"]}
+    absent |= {f"{name}.extension" for name in TITLES if inventory["extensions"].get(name) is None}
+    if "keras" in absent:
+        absent.add("tensorflow.keras")
+    found = [[stage for stage in stages if not {stage, stage.partition(".")[0]} & absent] for stages in _STAGES]
     return [stages for stages in found if stages]
 
 

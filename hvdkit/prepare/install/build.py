@@ -44,7 +44,6 @@ JOB_BYTES = 3 << 30
 SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 """File of the released source."""
 
-
 _REDIRECTING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PIP_DRY_RUN")
 """Settings of pip that would put packages elsewhere, or other ones."""
 
@@ -249,17 +248,7 @@ def unpack(tarball: Path, into: Path) -> Path:
 
 
 def _finish(wheel: Path, plan: BuildPlan, shop: Workshop) -> Path:
-    """Make a wheel relocatable and put the build record into it.
-
-    Args:
-        wheel: as setup.py made it.
-        plan: gives the run paths and the record.
-        shop: the build's; run paths below its directory are dropped.
-    Returns:
-        The finished wheel, in the build's directory.
-    Raises:
-        InstallError: the library of a framework is not in the wheel.
-    """
+    """Make a wheel relocatable and put the build record into it; the finished one, in the build's directory."""
     work, python = shop.directory, shop.facts.python
     shop.tool(["wheel", "unpack", "--dest", str(work / "unpacked"), str(wheel)])
     tree = work / "unpacked" / f"horovod-{HOROVOD_VERSION}"

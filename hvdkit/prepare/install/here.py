@@ -336,16 +336,14 @@ def find_nccl(
     include, library = environ.get("HOROVOD_NCCL_INCLUDE"), environ.get("HOROVOD_NCCL_LIB")
     if include and library:
         places.insert(0, (Path(include), [Path(library)]))
-    return next((found for place in places if (found := _nccl(*place))), None)
-
-
-def _nccl(include: Path, directories: Iterable[Path]) -> NcclFacts | None:
-    header = text_if_there(include / "nccl.h")
-    numbers = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
-    version = ".".join(number[1] for number in numbers if number is not None)
-    libraries = (directory / name for directory in directories for name in NCCL_LIBRARIES)
-    found = next((library for library in libraries if library.is_file()), None)
-    return NcclFacts(include, found, version) if header and found else None
+    for place, directories in places:
+        header = text_if_there(place / "nccl.h")
+        libraries = (directory / name for directory in directories for name in NCCL_LIBRARIES)
+        found = next((library for library in libraries if library.is_file()), None)
+        if header and found:
+            numbers = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
+            return NcclFacts(place, found, ".".join(number[1] for number in numbers if number is not None))
+    return None
 
 
 # MPI: the first usable mpicc on PATH, else the one in the environment -------------------------------------------------

@@ -72,7 +72,6 @@ class BuildPlan:
         record: what is written into the wheel; holds the key.
         adjustments: patches that are applied to the source.
         settings: environment variables that are set for the build.
-        path_first: directories put first on the build's PATH.
         nccl_link: a library to be offered to the linker as ``libnccl.so``, which pip's NCCL has not.
         notes: what the user should know, one sentence each.
     """
@@ -84,7 +83,6 @@ class BuildPlan:
     record: BuildRecord
     adjustments: tuple[Patch, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
-    path_first: tuple[Path, ...] = ()
     nccl_link: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -145,7 +143,6 @@ def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
         facts=used,
         adjustments=patches,
         settings=settings,
-        path_first=tuple(found for found in (used.mpi and used.mpi.bin, cuda and cuda.home / "bin") if found),
         run_paths=run_paths,
         nccl_link=nccl.library if nccl and nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
@@ -201,13 +198,17 @@ def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
 
 
 def build_environ(plan: BuildPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the build: the caller's, without what would change the binary unseen, with the settings."""
+    """The environment of the build: the caller's, without what would change the binary unseen, with the settings.
+
+    The compilers of MPI and CUDA come first on PATH.
+    """
+    mpi, cuda = plan.facts.mpi, plan.facts.cuda
     kept = {
         name: value
         for name, value in environ.items()
         if not name.startswith(_DROPPED_PREFIXES) and name not in _DROPPED_VARIABLES
     }
-    path = [str(directory) for directory in plan.path_first] + [kept.get("PATH", "")]
+    path = [str(mpi.bin) if mpi else "", str(cuda.home / "bin") if cuda else "", kept.get("PATH", "")]
     return {**kept, **plan.settings, "PATH": os.pathsep.join(entry for entry in path if entry)}
 
 

@@ -182,8 +182,13 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> str:
 
 
 def write_source(file: Path, setup: str = SETUP) -> None:
+    write_archive(file, {"setup.py": setup, "backend.py": BACKEND, "pyproject.toml": PYPROJECT})
+
+
+def write_archive(file: Path, texts: dict[str, str]) -> None:
+    """A source distribution of Horovod with these files."""
     with tarfile.open(file, "w:gz") as archive:
-        for name, text in {"setup.py": setup, "backend.py": BACKEND, "pyproject.toml": PYPROJECT}.items():
+        for name, text in texts.items():
             info = tarfile.TarInfo(f"horovod-0.28.1/{name}")
             info.size = len(text)
             archive.addfile(info, io.BytesIO(text.encode()))

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from test_install_find import program
 
 from hvdkit.prepare.doctor import probe
 
@@ -53,13 +54,6 @@ def test_gpus_are_those_that_the_drivers_show(tmp_path: Path) -> None:
     )
     assert probe.gpus(root) == ("NVIDIA H200", "NVIDIA GPU", "AMD GPU")
     assert probe.gpus(tmp_path / "nothing") == ()
-
-
-def program(file: Path, text: str) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"#!/bin/sh\n{text}\n")
-    file.chmod(0o755)
-    return file
 
 
 def test_mpirun_on_path_comes_before_the_one_of_the_environment(tmp_path: Path) -> None:

@@ -74,13 +74,6 @@ def add_horovod(directory: Path) -> None:
     (root / "metadata.json").write_text(json.dumps({"pytorch": "2.9.0+cpu"}))
 
 
-def add_distribution(directory: Path, name: str, version: str) -> None:
-    """Package metadata as pip leaves it."""
-    info = directory / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
-
 def found(facts: DoctorFacts) -> dict[str, Found]:
     return {one.check: one for one in examine(CHECKS, facts)}
 

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from install_machine import COMPILER, ROOT
 
 from hvdkit.prepare.install.adjust import patches
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -72,12 +71,8 @@ def test_bad_usage_is_one_sentence_and_exit_2(home: Path, arguments: list[str], 
 
 def fake_compilers(directory: Path) -> None:
     for name in ("c++", "cc"):
-        file = directory / name
-        file.write_text(
-            '#!/bin/sh\ncase "$1" in --version) echo "c++ (Test) 12.2.0"; echo "Free Software Foundation";; '
-            "-dumpmachine) echo x86_64-linux-gnu;; esac\nexit 0\n"
-        )
-        file.chmod(0o755)
+        (directory / name).write_text(COMPILER)
+        (directory / name).chmod(0o755)
 
 
 def test_a_framework_that_cannot_be_imported_is_found_before_anything_is_fetched(home: Path) -> None:

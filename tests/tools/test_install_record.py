@@ -8,24 +8,14 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from test_doctor_checks import RECORD as BOTH
 
 from hvdkit.common import json_files
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import RECORD_NAME, BuildRecord, MpiRecord
 from hvdkit.prepare.install.here import mpi_bin, read_record
 
-RECORD = BuildRecord(
-    horovod="0.28.1",
-    python="cp311",
-    torch="2.13.0+cpu",
-    tensorflow=None,
-    mpi=MpiRecord("Open MPI", "5.0.11", "bin", wheel=True),
-    gloo=True,
-    gpu="none",
-    compiler="GCC 12.2.0",
-    adjustments=("cxx20", "gloo-stall-inspector"),
-    key="0" * 64,
-)
+RECORD = replace(BOTH, tensorflow=None, adjustments=("cxx20", "gloo-stall-inspector"))
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from install_machine import write_archive
+from test_install_plan import moved_to
 
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install import build
@@ -88,15 +90,6 @@ def test_a_line_is_shown_every_ten_percent() -> None:
 # --- source ----------------------------------------------------------------------------------------------------------
 
 
-def archive(path: Path, members: dict[str, str]) -> Path:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, text in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(text)
-            tar.addfile(info, io.BytesIO(text.encode()))
-    return path
-
-
 def test_a_damaged_kept_source_is_fetched_again_and_a_wrong_one_refused(tmp_path: Path) -> None:
     sources, work = tmp_path / "sources", tmp_path / "work"
     sources.mkdir()
@@ -116,36 +109,20 @@ def test_a_damaged_kept_source_is_fetched_again_and_a_wrong_one_refused(tmp_path
 
 
 def test_an_archive_with_a_member_outside_is_refused(tmp_path: Path) -> None:
-    bad = archive(tmp_path / "bad.tar.gz", {"horovod-0.28.1/setup.py": "", "../evil": "x"})
+    write_archive(tmp_path / "bad.tar.gz", {"setup.py": "", "../../evil": "x"})
     (tmp_path / "into").mkdir()
     if not hasattr(tarfile, "data_filter"):
         pytest.skip("this Python cannot filter archives; there the archive's SHA-256 alone is checked")
     with pytest.raises(InstallError, match="cannot be unpacked"):
-        build.unpack(bad, tmp_path / "into")
+        build.unpack(tmp_path / "bad.tar.gz", tmp_path / "into")
     assert not (tmp_path / "evil").exists()
 
 
 # --- run paths -------------------------------------------------------------------------------------------------------
 
 
-def python_in(prefix: Path) -> PythonFacts:
-    return PythonFacts(
-        version=(3, 11, 7),
-        tag="cp311",
-        executable=Path(sys.executable),
-        prefix=prefix,
-        site_packages=prefix / "lib/python3.11/site-packages",
-        scripts=prefix / "bin",
-        headers=True,
-        headers_directory=prefix,
-        pip=True,
-        writable=True,
-        externally_managed=False,
-    )
-
-
 def test_run_paths_are_made_to_move_with_the_environment(tmp_path: Path) -> None:
-    python, work = python_in(tmp_path / "env"), tmp_path / "build"
+    python, work = moved_to(tmp_path / "env").python, tmp_path / "build"
     entries = [
         f"{tmp_path}/env/lib",
         f"{tmp_path}/env/lib/python3.11/site-packages/torch/lib",
@@ -167,7 +144,7 @@ def test_a_run_path_through_a_link_into_the_environment_moves_too(tmp_path: Path
     real = tmp_path / "real"
     (real / "lib/python3.11/site-packages/horovod").mkdir(parents=True)
     (tmp_path / "env").symlink_to(real)
-    assert build.relocated([f"{real}/lib"], "torch", python_in(tmp_path / "env"), tmp_path / "build") == [
+    assert build.relocated([f"{real}/lib"], "torch", moved_to(tmp_path / "env").python, tmp_path / "build") == [
         "$ORIGIN/../../../.."
     ]
 
@@ -201,7 +178,7 @@ def tree(directory: Path) -> dict[str, bytes]:
 @pytest.fixture
 def installed(tmp_path: Path) -> PythonFacts:
     """An environment with an older Horovod, PyTorch and one of the run-time needs."""
-    python = python_in(tmp_path / "env")
+    python = moved_to(tmp_path / "env").python
     for name in ("horovod/torch/x.so", "horovod-0.27.0.dist-info/RECORD", "torch/x.py", "psutil/x.py"):
         file = python.site_packages / name
         file.parent.mkdir(parents=True, exist_ok=True)

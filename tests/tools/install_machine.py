@@ -201,6 +201,7 @@ def main() -> int:
     build.HOROVOD_SHA256 = os.environ["STANDIN_SUM"]  # type: ignore[misc]
     build.BUILD_TOOLS = (os.environ["STANDIN_TOOLS"],)  # type: ignore[assignment, misc]
     adjust.applying = lambda target: ()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test that runs in the background has ignored
 
     def half_a_copy(source: Path, target: Path) -> None:
         target.write_bytes(source.read_bytes()[:1000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from install_machine import StandIn, ended, write_source
+from test_install_find import runs
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +95,32 @@ def test_three_at_once_build_one_wheel_in_a_directory_of_any_name(fresh: StandIn
     assert fresh.compiled() == 1 and fresh.files() == other.files()
     holds(fresh)
     assert list(temporary.iterdir()) == []
+
+
+COMPILES_ON = """
+import os, pathlib, subprocess, sys
+compiler = "print('[ 10%] Building CXX object a/CMakeFiles/b.cc.o', flush=True); import time; time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", compiler], process_group=0)  # as Ninja starts them
+pathlib.Path(os.environ["STANDIN_LOG"]).write_text(f"{os.getpid()} {child.pid}")
+child.wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_no_compiler_outlives_an_install_that_is_stopped(
+    fresh: StandIn, tmp_path: Path, number: signal.Signals
+) -> None:
+    source, temporary = tmp_path / fresh.source.name, tmp_path / "temporary"
+    write_source(source, COMPILES_ON)
+    temporary.mkdir()
+    released = {"PIP_FIND_LINKS": str(tmp_path), "STANDIN_SUM": hashlib.sha256(source.read_bytes()).hexdigest()}
+    stopped = fresh.start_install(TMPDIR=str(temporary), **released)
+    until(stopped, "compiling  10%")
+    stopped.send_signal(number)
+    output = ended(stopped, 128 + number)
+    assert not any(runs(int(pid)) for pid in fresh.log.read_text().split())
+    assert ("Stopped; the environment is as it was before." in output) == (number == signal.SIGINT)
+    assert fresh.files() == {} and fresh.wheels() == [] and list(temporary.iterdir()) == []
 
 
 def test_a_killed_build_leaves_nothing_that_is_used(fresh: StandIn, tmp_path: Path) -> None:

@@ -117,10 +117,10 @@ def test_json_and_text_say_the_same():
     assert not parsed["ok"] and [one["check"] for one in parsed["findings"]] == ["missing-ranks"]
     assert [rank["device"] for rank in parsed["ranks"]] == ["cuda:0", "cuda:1", "cuda:0"]
     written = StringIO()
-    ranks.page(changed(reports, 0, host="[red]x"), found).show(Console(file=written, width=100))
+    ranks.page(changed(reports, 0, host="[red]x", device=""), found).show(Console(file=written, width=100))
     assert "error [missing-ranks]" in written.getvalue() and "2 of 4" in written.getvalue()
     assert "The job cannot train as it is: 3 of 4 ranks, 1 finding." in written.getvalue()
-    assert "[red]x" in written.getvalue()
+    assert "0 [red]x 0 of 4 0 of 4 - 8 4" in " ".join(written.getvalue().split())
 
 
 def refused(*_, **__):

@@ -214,10 +214,10 @@ def test_install_and_doctor_know_the_same_builds_of_tensorflow(
 ) -> None:
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow/__init__.py").touch()
-    metadata = tmp_path / f"{distribution.replace('-', '_')}-8.8.8.dist-info/METADATA"
-    metadata.parent.mkdir()
+    metadata = tmp_path / f"elsewhere/{distribution.replace('-', '_')}-8.8.8.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Name: {distribution}\nVersion: 8.8.8\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "elsewhere")])
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     monkeypatch.setattr(inside, "DISTRIBUTIONS", DISTRIBUTIONS)
     assert inside._find("tensorflow")["distribution_version"] == "8.8.8"
@@ -258,3 +258,6 @@ def test_nccl_is_found_in_pips_package_and_named_ones_come_first(tmp_path: Path)
     own = nccl_in(tmp_path / "own", "libnccl.so")
     found = here.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
     assert found.library == own / "lib/libnccl.so"
+    (own / "lib/libnccl.so").unlink()  # the header alone
+    found = here.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
+    assert found.library == pips / "lib/libnccl.so.2"

@@ -65,18 +65,22 @@ def with_python(**changes: Any) -> BuildFacts:
     return replace(FACTS, python=replace(FACTS.python, **changes))
 
 
-def moved_to(prefix: Path) -> BuildFacts:
-    """The same environment at another place."""
+def moved_to(prefix: Path, facts: BuildFacts = FACTS) -> BuildFacts:
+    """The same environment at another place, with pip's CUDA and NCCL in it, if any."""
 
     def move(path: Path) -> Path:
         return prefix / path.relative_to(ENV)
 
+    if facts.cuda and facts.nccl:
+        nccl = replace(facts.nccl, include=move(facts.nccl.include), library=move(facts.nccl.library))
+        facts = replace(facts, cuda=replace(facts.cuda, home=move(facts.cuda.home)), nccl=nccl)
+
     python = replace(
         FACTS.python, executable=prefix / "bin/python", prefix=prefix, site_packages=move(SITE), scripts=prefix / "bin"
     )
-    frameworks = tuple(replace(framework, location=move(framework.location)) for framework in FACTS.frameworks)
+    frameworks = tuple(replace(framework, location=move(framework.location)) for framework in facts.frameworks)
     mpi = replace(WHEEL_MPI, bin=prefix / "bin", cxx=prefix / "bin/mpicxx")
-    return replace(FACTS, python=python, frameworks=frameworks, mpi=mpi)
+    return replace(facts, python=python, frameworks=frameworks, mpi=mpi)
 
 
 def test_everything_found_is_built_with_gloo_and_mpi() -> None:
@@ -120,6 +124,9 @@ def test_the_key_is_the_same_for_the_same_environment_at_another_place() -> None
     elsewhere = make_plan(moved_to(Path("/scratch/other")), Options())
     assert elsewhere.key == make_plan(FACTS, Options()).key
     assert elsewhere.record == make_plan(FACTS, Options()).record
+    pips = replace(FACTS, frameworks=(CUDA_TORCH,), cuda=replace(CUDA, home=SITE / "nvidia/cu13"), nccl=PIP_NCCL)
+    elsewhere = make_plan(moved_to(Path("/scratch/other"), pips), Options("nccl"))
+    assert elsewhere.key == make_plan(pips, Options("nccl")).key
 
 
 CHANGES: dict[str, Callable[[BuildFacts], BuildFacts]] = {
@@ -161,7 +168,7 @@ def test_build_variables_of_the_user_are_dropped_and_said_to_be() -> None:
     assert plan.key == make_plan(FACTS, Options()).key
     environ = build_environ(plan, {**stray, "HOME": "/home/me", "PATH": "/usr/bin", "CXXFLAGS": "-O1"})
     assert not set(stray) & set(environ)
-    assert environ["HOME"] == "/home/me"
+    assert environ["HOME"] == "/home/me" and environ["PATH"] == f"{ENV}/bin:/usr/bin"
     assert environ["CXXFLAGS"] == "-O1"
     (note,) = plan.notes
     assert "HOROVOD_WITH_MXNET" in note
@@ -189,6 +196,7 @@ def test_nccl_from_pip_is_linked_by_a_name_that_the_linker_knows() -> None:
     assert plan.settings["HOROVOD_NCCL_INCLUDE"] == str(SITE / "nvidia/nccl/include")
     assert plan.settings["HOROVOD_NCCL_LINK"] == "SHARED"
     assert plan.nccl_link == PIP_NCCL.library
+    assert build_environ(plan, {"PATH": "/usr/bin"})["PATH"] == f"{ENV}/bin:/opt/cuda-13.0/bin:/usr/bin"
     assert plan.run_paths["torch"] == ("$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib")
     assert plan.settings["HOROVOD_WITH_NVTX"] == "1"
 

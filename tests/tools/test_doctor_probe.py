@@ -145,6 +145,33 @@ def test_the_missing_dependency_is_what_the_fix_installs(
     assert "pip install cloudpickle" in found(facts)["import-horovod"].fix
 
 
+EXTENSIONS = {"torch": "/a/mpi_lib_v2.so", "tensorflow": "/a/mpi_lib.so"}
+WHOLE = [
+    ["tensorflow", "tensorflow.extension", "keras", "tensorflow.keras", "tensorflow.devices"],
+    ["torch", "torch.extension", "torch.devices"],
+    ["mpi4py"],
+    ["horovod"],
+]
+
+
+@pytest.mark.parametrize(
+    ("present", "extensions", "stages"),
+    [
+        ("torch tensorflow keras mpi4py horovod", EXTENSIONS, WHOLE),
+        ("torch horovod", {**EXTENSIONS, "torch": None}, [["torch", "torch.devices"], ["horovod"]]),
+        ("torch tensorflow", {}, [["tensorflow", "tensorflow.devices"], ["torch", "torch.devices"]]),
+        ("keras horovod", EXTENSIONS, [["keras"], ["horovod"]]),
+        ("", {}, []),
+    ],
+)
+def test_what_is_absent_is_not_looked_at(
+    present: str, extensions: dict[str, str | None], stages: list[list[str]]
+) -> None:
+    names = ("torch", "tensorflow", "keras", "mpi4py", "horovod")
+    packages = {name: {"present": name in present.split()} for name in names}
+    assert probe.processes({"packages": packages, "extensions": extensions}) == stages
+
+
 @pytest.mark.slow
 def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
     bare_python: str, packages: Callable[..., dict[str, str]]
@@ -194,6 +221,18 @@ def test_drift_is_an_error_when_the_extension_fails(
     assert findings["drift-torch"].level == "error"
     assert "_ZN2at" in findings["drift-torch"].why
     assert "extension-torch" not in findings  # one cause, one finding
+
+
+def test_an_extension_for_another_python_is_none(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path)
+    (built,) = (tmp_path / "horovod/torch").glob("mpi_lib_v2*")
+    built.rename(built.with_name("mpi_lib_v2.cpython-39-x86_64-linux-gnu.so"))
+    facts = gather(bare_python, environ)
+    assert (facts.extensions["torch"].file, facts.extensions["torch"].failure) == (None, None)
+    assert found(facts)["extension-missing-torch"].level == "error"
 
 
 def test_nothing_is_said_of_gpus_where_an_extension_kills_the_process(

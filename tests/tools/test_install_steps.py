@@ -41,6 +41,11 @@ def test_a_failing_step_shows_its_first_error_and_the_log(log: Path) -> None:
     assert "later" in log.read_text()
 
 
+def test_a_step_that_is_killed_names_want_of_memory(log: Path) -> None:
+    with pytest.raises(InstallError, match=r"^The step failed: the process was killed \(usually for want of memory: "):
+        run_python("import os; print('all is well', flush=True); os.kill(os.getpid(), 9)", log)
+
+
 class Stop(BaseException):
     """Stands for Ctrl-C."""
 

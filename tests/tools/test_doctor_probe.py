@@ -43,6 +43,10 @@ class cuda:
 """
 
 
+Write = Callable[..., dict[str, str]]
+"""Writes packages (name -> source of its __init__.py); returns the environment that finds them."""
+
+
 @pytest.fixture(scope="session")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Interpreter of an environment without any package."""
@@ -52,9 +56,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def packages(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Writes packages (name -> source of its __init__.py); returns the environment that finds them."""
-
+def packages(tmp_path: Path) -> Write:
     def write(**sources: str) -> dict[str, str]:
         for name, source in sources.items():
             (tmp_path / name).mkdir(parents=True)
@@ -64,21 +66,23 @@ def packages(tmp_path: Path) -> Callable[..., dict[str, str]]:
     return write
 
 
-def add_horovod(directory: Path) -> None:
-    """A Horovod with an extension for PyTorch, in plain Python."""
-    root = directory / "horovod"
+@pytest.fixture
+def sound(packages: Write, tmp_path: Path) -> dict[str, str]:
+    """Finds PyTorch 2.9, and a Horovod with an extension for it, in plain Python."""
+    root = tmp_path / "horovod"
     (root / "torch").mkdir(parents=True)
     (root / "__init__.py").write_text('__version__ = "0.28.1"')
     (root / "torch" / "__init__.py").write_text(HOROVOD_TORCH)
     (root / "torch" / ("mpi_lib_v2" + sysconfig.get_config_var("EXT_SUFFIX"))).touch()
     (root / "metadata.json").write_text(json.dumps({"pytorch": "2.9.0+cpu"}))
+    return packages(torch=TORCH.format(version="2.9.0+cpu"))
 
 
 def found(facts: DoctorFacts) -> dict[str, Found]:
     return {one.check: one for one in examine(CHECKS, facts)}
 
 
-def test_an_environment_without_anything_gets_the_commands_that_fill_it(bare_python: str, tmp_path: Path) -> None:
+def test_an_environment_without_anything_gets_the_commands_that_fill_it(bare_python: str) -> None:
     facts = gather(bare_python, {"PATH": os.environ["PATH"]})
     findings = found(facts)
     assert not any(package.present for package in facts.packages.values())
@@ -88,12 +92,8 @@ def test_an_environment_without_anything_gets_the_commands_that_fill_it(bare_pyt
     assert facts.prefix == str(Path(bare_python).parent.parent)
 
 
-def test_a_sound_environment_is_working_and_has_no_error(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
-    add_horovod(tmp_path)
-    facts = gather(bare_python, environ)
+def test_a_sound_environment_is_working_and_has_no_error(bare_python: str, sound: dict[str, str]) -> None:
+    facts = gather(bare_python, sound)
     assert facts.packages["torch"].version == "2.9.0+cpu"
     assert facts.horovod.version == "0.28.1"
     assert facts.extensions["torch"].built == ("MPI", "Gloo")
@@ -117,7 +117,7 @@ def test_a_sound_environment_is_working_and_has_no_error(
     ],
 )
 def test_an_import_that_crashes_is_a_finding_with_its_message(
-    bare_python: str, packages: Callable[..., dict[str, str]], source: str, how: str, words: str
+    bare_python: str, packages: Write, source: str, how: str, words: str
 ) -> None:
     facts = gather(bare_python, packages(torch=source))
     failure = facts.packages["torch"].failure
@@ -129,7 +129,7 @@ def test_an_import_that_crashes_is_a_finding_with_its_message(
     assert "PYTHONPATH" in finding.fix or "pip install" in finding.fix
 
 
-def test_one_crash_does_not_hide_the_others(bare_python: str, packages: Callable[..., dict[str, str]]) -> None:
+def test_one_crash_does_not_hide_the_others(bare_python: str, packages: Write) -> None:
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     facts = gather(bare_python, packages(torch=crash, tensorflow="1/0", mpi4py="1/0", horovod=crash))
     findings = found(facts)
@@ -138,9 +138,7 @@ def test_one_crash_does_not_hide_the_others(bare_python: str, packages: Callable
     assert "ZeroDivisionError" in findings["import-tensorflow"].what
 
 
-def test_the_missing_dependency_is_what_the_fix_installs(
-    bare_python: str, packages: Callable[..., dict[str, str]]
-) -> None:
+def test_the_missing_dependency_is_what_the_fix_installs(bare_python: str, packages: Write) -> None:
     facts = gather(bare_python, packages(horovod="import cloudpickle"))
     assert "pip install cloudpickle" in found(facts)["import-horovod"].fix
 
@@ -173,9 +171,7 @@ def test_what_is_absent_is_not_looked_at(
 
 
 @pytest.mark.slow
-def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
-    bare_python: str, packages: Callable[..., dict[str, str]]
-) -> None:
+def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(bare_python: str, packages: Write) -> None:
     environ = packages(torch="import subprocess; subprocess.run(['sleep', '1000'])")
     outcomes = run(bare_python, [["torch", "torch.devices"]], environ, 2)
     failure = outcomes["torch"]
@@ -184,9 +180,7 @@ def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
     assert "torch.devices" not in outcomes
 
 
-def test_who_is_interrupted_leaves_no_child(
-    bare_python: str, packages: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_interrupted_leaves_no_child(bare_python: str, packages: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = packages(torch="1/0", horovod="import threading; threading.Event().wait()")
     children = []
     start = subprocess.Popen
@@ -199,9 +193,7 @@ def test_who_is_interrupted_leaves_no_child(
     assert children[1].returncode == -signal.SIGKILL
 
 
-def test_what_a_package_prints_is_not_taken_for_an_answer(
-    bare_python: str, packages: Callable[..., dict[str, str]]
-) -> None:
+def test_what_a_package_prints_is_not_taken_for_an_answer(bare_python: str, packages: Write) -> None:
     noise = """
 import os, sys
 line = '{"stage": "torch", "value": {"version": "6.6.6"}}\\n{"begin": "torch"}\\n\\xff garbage'
@@ -211,43 +203,32 @@ __version__ = "2.9.0"
     assert gather(bare_python, packages(torch=noise)).packages["torch"].version == "2.9.0"
 
 
-def test_drift_is_an_error_when_the_extension_fails(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    environ = packages(torch=TORCH.format(version="2.8.1+cpu"))
-    add_horovod(tmp_path)
+def test_drift_is_an_error_when_the_extension_fails(bare_python: str, sound: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "torch/__init__.py").write_text(TORCH.format(version="2.8.1+cpu"))
     (tmp_path / "horovod/torch/__init__.py").write_text("raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN2at')")
-    findings = found(gather(bare_python, environ))
+    findings = found(gather(bare_python, sound))
     assert findings["drift-torch"].level == "error"
     assert "_ZN2at" in findings["drift-torch"].why
     assert "extension-torch" not in findings  # one cause, one finding
 
 
-def test_an_extension_for_another_python_is_none(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
-    add_horovod(tmp_path)
+def test_an_extension_for_another_python_is_none(bare_python: str, sound: dict[str, str], tmp_path: Path) -> None:
     (built,) = (tmp_path / "horovod/torch").glob("mpi_lib_v2*")
     built.rename(built.with_name("mpi_lib_v2.cpython-39-x86_64-linux-gnu.so"))
-    facts = gather(bare_python, environ)
+    facts = gather(bare_python, sound)
     assert (facts.extensions["torch"].file, facts.extensions["torch"].failure) == (None, None)
     assert found(facts)["extension-missing-torch"].level == "error"
 
 
 def test_nothing_is_said_of_gpus_where_an_extension_kills_the_process(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+    bare_python: str, sound: dict[str, str], tmp_path: Path
 ) -> None:
-    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
-    add_horovod(tmp_path)
     (tmp_path / "horovod/torch/__init__.py").write_text("import os; os._exit(3)")
-    facts = gather(bare_python, environ)
+    facts = gather(bare_python, sound)
     assert facts.extensions["torch"].failure.how == "exit" and facts.devices == {}
 
 
-def test_a_broken_tensorflow_is_not_imported_again_for_keras(
-    bare_python: str, packages: Callable[..., dict[str, str]]
-) -> None:
+def test_a_broken_tensorflow_is_not_imported_again_for_keras(bare_python: str, packages: Write) -> None:
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     facts = gather(bare_python, packages(tensorflow=crash, keras="import tensorflow"))
     assert facts.packages["keras"].failure is None
@@ -256,31 +237,25 @@ def test_a_broken_tensorflow_is_not_imported_again_for_keras(
 
 
 def test_the_build_record_is_read_with_the_mpirun_it_names(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+    bare_python: str, sound: dict[str, str], tmp_path: Path
 ) -> None:
-    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
-    add_horovod(tmp_path)
     mpirun = tmp_path / "mpi" / "bin" / "mpirun"
     mpirun.parent.mkdir(parents=True)
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
     mpirun.chmod(0o755)
     record = replace(RECORD, torch="2.8.0", mpi=MpiRecord("Open MPI", "4.1.4", str(mpirun.parent), wheel=False))
     (tmp_path / "horovod" / "hvdkit-build.json").write_text(json_files.encode(record))
-    facts = gather(bare_python, environ)
+    facts = gather(bare_python, sound)
     assert facts.record == record
     assert (str(mpirun), "4.1.4") in [(launcher.path, launcher.version) for launcher in facts.mpi_launchers]
     findings = found(facts)
     assert "2.8.0 (hvdkit-build.json)" in findings["drift-torch"].what
 
 
-def test_a_damaged_build_record_counts_as_none(
-    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
-    add_horovod(tmp_path)
+def test_a_damaged_build_record_counts_as_none(bare_python: str, sound: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "horovod" / "hvdkit-build.json").write_bytes(b"\xff{")
     (tmp_path / "horovod" / "metadata.json").write_text("[not json")
-    facts = gather(bare_python, environ)
+    facts = gather(bare_python, sound)
     assert (facts.record, facts.metadata) == (None, {})
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of hvdkit.
+"""The exceptions of hvdkit, and checks that raise them.
 
 ::
 
@@ -22,11 +22,14 @@ exits with: 2 for bad usage, 1 for everything else.
 
 from __future__ import annotations
 
+import math
+import operator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Any
 
 
 class HvdkitError(Exception):
@@ -120,6 +123,36 @@ def require_scipy(purpose: str) -> None:
     """
     with of_extra("analysis", f"{purpose} with SciPy"):
         import scipy  # noqa: F401
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """A number that a caller gives, Python's, NumPy's or a framework's, as an int.
+
+    Raises:
+        InvalidArgumentError: no integer, a bool, or less than ``least``.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
+    return number
+
+
+def finite(name: str, value: Any, *, positive: bool = False) -> float:
+    """The same as a float.
+
+    Raises:
+        InvalidArgumentError: no number, inf or nan, or with ``positive`` one that is not above 0.
+    """
+    try:
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several
+        number = math.nan
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise InvalidArgumentError(f"{name} must be a {'positive, ' * positive}finite number, got {value!r}.")
+    return number
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

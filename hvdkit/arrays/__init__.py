@@ -14,11 +14,10 @@ from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.observe.step_files import record_steps
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes
-from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.same_data import require_same_data
-from hvdkit.steps.shards import Shard
+from hvdkit.steps.shards import Shard, steps_per_epoch
 from hvdkit.steps.topology import Topology
 
 try:

@@ -25,10 +25,10 @@ from hvdkit.arrays.state import Array
 from hvdkit.arrays.tree import OwnPart
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
-from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import CheckpointsBase
+from hvdkit.steps.seeds import capture_state, restore_state
 from hvdkit.steps.shard_state import file_of, files_in, span
 
 _ARRAYS, _ROWS = "state.npz", "state.json"
@@ -113,10 +113,10 @@ class Checkpoints(CheckpointsBase):
         return cast("dict[str, Any]", self._ranks().together(partial(super()._position, loader)))
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
-        return np.stack(self._ranks().allgather(random_state.capture(), "hvdkit.random_states"))
+        return np.stack(self._ranks().allgather(capture_state(), "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
-        random_state.restore(own)
+        restore_state(own)
 
     def _branch(self, model: Any, step: int) -> None:  # noqa: ARG002
         seeds.branch(step)

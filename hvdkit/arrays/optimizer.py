@@ -1,6 +1,6 @@
 """The mean of all ranks' gradients, waited for or while other things are computed; the inside of ``hvdkit.arrays``.
 
-The head, a control word (``hvdkit.core.control``) before the gradients, travels with them or, when they are many,
+The head, a control word (``hvdkit.core.layout``) before the gradients, travels with them or, when they are many,
 before them. It says of each rank how much its gradients count, which are missing, and whether it failed, so that an
 error on one rank is an error on all of them and none waits forever.
 """
@@ -16,7 +16,7 @@ from hvdkit.arrays.layout import Layout
 from hvdkit.arrays.shared_memory import quiet
 from hvdkit.core import auto, listeners
 from hvdkit.core.communicator import ALLREDUCE
-from hvdkit.core.control import FLAGS, ControlWord, Flags, is_held, read_flags
+from hvdkit.core.layout import FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions

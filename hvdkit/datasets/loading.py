@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from hvdkit.datasets.download import fetch
 from hvdkit.datasets.formats import Arrays
 from hvdkit.datasets.sources import SOURCES, DataSource, FolderLayout
-from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError, of_extra
-from hvdkit.steps.numbers import whole
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError, of_extra, whole
 
 NAMES = ("digits", *SOURCES, "synthetic")
 LARGEST_SEED = 2**32 - 1

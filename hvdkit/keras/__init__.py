@@ -15,13 +15,12 @@ from hvdkit.core.communicator import OverHorovod
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.observe.monitor import begin_if_asked
-from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.outer import average_weights, wanted
 from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.shard_state import require_alone
-from hvdkit.steps.shards import Shard
+from hvdkit.steps.shards import Shard, steps_per_epoch
 from hvdkit.steps.topology import Topology
 
 try:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, whole
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state as keras_state
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
@@ -17,7 +17,6 @@ from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT, HorovodTransport
 from hvdkit.steps.elastic import ElasticBase, Result
-from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared.keras_optimizer import require_slots
 from hvdkit.tf_shared.keras_sharded import refuse_elastic

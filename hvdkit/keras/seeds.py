@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from hvdkit.errors import CheckpointError
 from hvdkit.keras import private
-from hvdkit.steps import random_state
-from hvdkit.steps.seeds import Current, Seeds, integer, seed_python
+from hvdkit.steps.seeds import STATE_BYTES, Current, Seeds, capture_state, integer, restore_state, seed_python
 from hvdkit.steps.topology import Topology
 
 _LAYERS, _RESUMED = 2, 3  # branches of a rank's stream: for dropout and the like, and for a resumed run
@@ -101,7 +100,7 @@ def capture(model: Any) -> States:
     layers = [_numbers(state) for state in generator_states(model)]
     keras_own = private.keras_generator()
     parts = [
-        _words(random_state.capture()),
+        _words(capture_state()),
         np.array(layers, dtype=np.int64).reshape(-1),
         np.array([] if keras_own is None else _numbers(keras_own.state), dtype=np.int64),
         _words(private.backend_state()),
@@ -127,7 +126,7 @@ def restore(model: Any, states: States) -> None:
     for generator, numbers in zip(generators, [*layers.reshape(-1, 2), *keras_own.reshape(-1, 2)], strict=True):
         generator.assign(numbers.astype(keras.backend.standardize_dtype(generator.dtype)))
     private.set_backend_state(backend.view(np.uint8))
-    random_state.restore(general.view(np.uint8)[: random_state.BYTES])
+    restore_state(general.view(np.uint8)[:STATE_BYTES])
 
 
 def _words(contents: npt.NDArray[np.uint8]) -> States:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras import private
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import agreement, metrics, untrained
+from hvdkit.steps import agreement, metrics
+from hvdkit.steps.divergence import Seen, is_mask
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared import keras_sharded_files
@@ -115,7 +116,7 @@ def average_statistics(variables: Sequence[Any]) -> None:
     """Set floating variables that differ between ranks, but masks, to their mean over the ranks; a collective."""
     values = [value_of(one) for one in variables]
     table = agreement.value_table([one.path for one in variables], list(map(agreement.digest, values)))
-    masks = np.array(list(map(untrained.is_mask, values)), dtype=np.int64)
+    masks = np.array(list(map(is_mask, values)), dtype=np.int64)
     tables = np.stack(TRANSPORT.allgather(np.column_stack([table, masks]), "hvdkit.statistics"))
     differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0) & ~tables[:, :, 2].all(axis=0)
     for variable in (variables[position] for position in np.flatnonzero(differs).tolist()):
@@ -125,7 +126,7 @@ def average_statistics(variables: Sequence[Any]) -> None:
             variable.assign((total / world().size).astype(mine.dtype))
 
 
-def untrained_state(model: Any, suspects: Collection[str]) -> untrained.Seen:
+def untrained_state(model: Any, suspects: Collection[str]) -> Seen:
     """What no gradient trains and every rank is to hold alike: not statistics, and not vectors of spectral norms."""
     layers = private.layers_of(model)
     kept = {id(one): one for layer in layers for one in private.untrained_of(layer)}
@@ -149,7 +150,7 @@ def untrained_state(model: Any, suspects: Collection[str]) -> untrained.Seen:
         for row, one in zip(rows, variables, strict=True)
         if row in suspects
     }
-    return untrained.Seen(rows, TRANSPORT.digests(variables), values, rows[:frozen])
+    return Seen(rows, TRANSPORT.digests(variables), values, rows[:frozen])
 
 
 def _rounding_of(variable: Any) -> float:

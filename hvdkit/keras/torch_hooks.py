@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hvdkit.core import listeners
-from hvdkit.core.control import Flags
+from hvdkit.core.layout import Flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport import Transport
 from hvdkit.steps import passes

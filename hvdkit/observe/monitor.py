@@ -21,12 +21,11 @@ from typing import Any, TypeVar
 
 from hvdkit.core import listeners
 from hvdkit.core.communicator import ALLGATHER, Communicator
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, whole
 from hvdkit.observe import step_files
 from hvdkit.observe.monitor_thread import MOST_LOGS, MonitorThread, Window, samples_of
 from hvdkit.observe.trackers import RootSinks, checked_trackers
 from hvdkit.steps.launchers import is_elastic
-from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 EVERY = "HVDKIT_MONITOR_EVERY"

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.core.communicator import Communicator
-from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
-from hvdkit.steps.numbers import whole
+from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks, whole
 
 Digests = npt.NDArray[np.int64]
 Words = TypeVar("Words")

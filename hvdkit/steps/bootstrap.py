@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hmac
 import os
+import secrets
 import socket
+import socketserver
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import LauncherError
-from hvdkit.steps import hosts, meeting, rendezvous, secret
+from hvdkit.steps import hosts, meeting, secret
 from hvdkit.steps.launchers import Launched
 
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -173,7 +178,7 @@ def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.
     Raises:
         LauncherError: the ranks do not find each other.
     """
-    met = meet(launched, environ, _start_rendezvous, "horovod", timeout)
+    met = meet(launched, environ, start_rendezvous, "horovod", timeout)
     local_rank, local_size, cross_rank, cross_size = met.place(launched.rank)
     return {
         "HOROVOD_HOSTNAME": met.hosts[launched.rank],
@@ -191,15 +196,29 @@ def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.
     }
 
 
-def _start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
-    from horovod.runner.common.util.hosts import SlotInfo
+def start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
+    """Start a server for the ranks of a job; what HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT must be on each.
 
+    Args:
+        address: of this host, as all ranks reach it.
+        by_rank: the host of each rank.
+    """
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    token = secrets.token_hex(16)
+    handler = type("Handler", (RendezvousHandler,), {"parse_request": only_with(token)})
+    server = type("Server", (RendezvousHTTPServer,), SERVER)((address, 0), handler, 0)
     met = meeting.Meeting(tuple(by_rank), address, address, {})
     slots = []
     for rank, host in enumerate(by_rank):
         local_rank, local_size, cross_rank, cross_size = met.place(rank)
         slots.append(SlotInfo(host, rank, local_rank, cross_rank, len(by_rank), local_size, cross_size))
-    return dict(zip(("rendezvous", "port"), rendezvous.start(address, slots), strict=True))
+    server.init(slots)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    _SERVERS.append(server)
+    port = server.server_address[1]
+    return {"rendezvous": address_with(token, address, port), "port": port}
 
 
 def interface_of(address: str) -> str:
@@ -221,3 +240,43 @@ def interface_of(address: str) -> str:
     if wanted[:1] == b"\x7f":
         return "lo"
     raise LauncherError(f"no network interface of this host has the address {address}; set HOROVOD_GLOO_IFACE.")
+
+
+# Horovod's rendezvous server, closed to everyone but the ranks of this job --------------------------------------------
+#
+# Horovod's own listens on all interfaces and lets anyone read and write the addresses by which the ranks find one
+# another. This one listens on one address, and answers only where the path begins with a token. Horovod puts that
+# before each of its paths by itself, since it takes the variable of the server's address for the beginning of a URL.
+
+_SERVERS: list[Any] = []  # kept alive as long as the process
+SERVER: dict[str, Any] = {
+    "daemon_threads": True,  # a connection that is kept open does not keep the process
+    "request_queue_size": 1024,
+    "server_bind": socketserver.TCPServer.server_bind,  # without asking the name server for this host's name
+    "handle_error": lambda *_: None,  # nothing is said of a connection that breaks off
+}
+"""What is put in place in Horovod's class of servers."""
+
+
+def address_with(token: str, address: str, port: int) -> str:
+    """What HOROVOD_GLOO_RENDEZVOUS_ADDR must be for Horovod to send the token.
+
+    Source: Horovod 0.28.1, http_store.h, HTTPStore ("http://" + address + ":" + port + "/" + scope).
+    """
+    return f"{address}:{port}/{token}"
+
+
+def only_with(token: str) -> Callable[[Any], bool]:
+    """A method ``parse_request`` of handlers that refuses requests without the token, and takes it off the others."""
+
+    def parse_request(self: Any) -> bool:
+        if not BaseHTTPRequestHandler.parse_request(self):
+            return False
+        given, _, path = self.path[1:].partition("/")
+        if not hmac.compare_digest(given.partition(":")[0].encode(), token.encode()):
+            self.send_error(403)
+            return False
+        self.path = f"/{path}"
+        return True
+
+    return parse_request

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.core import listeners
-from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.errors import CheckpointError, InvalidArgumentError, finite, whole
 from hvdkit.steps import manifest
 from hvdkit.steps.lock import PATIENCE_S, WriterLock
-from hvdkit.steps.numbers import finite, plain, whole
 
 _NAME = re.compile(r"step-(\d{10,30})(?:-r(\d{1,9}))?")
 _TEMPORARY = ".writing-"
@@ -275,10 +274,17 @@ def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> tuple[int
     step, score = whole("step", step, 0), None if score is None else finite("score", score)
     for name, value in (metadata or {}).items():
         try:
-            json.dumps(value, allow_nan=False, default=plain)
+            json.dumps(value, allow_nan=False, default=_plain)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(
                 f"checkpoint metadata must be JSON values, got {name} with {error}; in PyTorch extra= saves tensors, "
                 "state dicts and numbers that are inf or nan."
             ) from error
-    return step, json.loads(json.dumps(metadata or {}, default=plain)), score
+    return step, json.loads(json.dumps(metadata or {}, default=_plain)), score
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy or PyTorch as Python's, for ``json.dumps``."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")

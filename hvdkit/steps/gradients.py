@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.numbers import whole
+from hvdkit.errors import InvalidArgumentError, whole
 
 OPS = ("average", "sum", "adasum")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "auto")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.numbers import finite, whole
+from hvdkit.errors import InvalidArgumentError, finite, whole
 from hvdkit.steps.topology import Topology
 
 _FACTORS: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda _: 1.0}

@@ -41,10 +41,9 @@ import numpy.typing as npt
 from hvdkit.core import layout
 from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL, Communicator
 from hvdkit.core.compression import combine, new_packing
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, finite, whole
 from hvdkit.steps import agreement, passes
 from hvdkit.steps.gradients import COMPRESSIONS
-from hvdkit.steps.numbers import finite, whole
 from hvdkit.steps.topology import Topology
 
 Array = npt.NDArray[Any]

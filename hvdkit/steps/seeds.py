@@ -1,4 +1,4 @@
-"""Random streams: one that all ranks share while models are made, and one of its own for each rank.
+"""Random streams, one that all ranks share while models are made and one of its own for each rank; and their states.
 
 Every stream is a child of ``numpy.random.SeedSequence(seed)`` with a spawn key of its own, so that no two streams of a
 job overlap, whatever the seeds are (O'Neill, "Developing a seed_seq Alternative", 2015; NumPy, "Parallel random number
@@ -8,11 +8,13 @@ generation"). The same seed, size and rank give the same numbers in every run.
 from __future__ import annotations
 
 import random
+import struct
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from hvdkit.steps.numbers import whole
+from hvdkit.errors import CheckpointError, whole
 from hvdkit.steps.topology import Topology
 
 _SHARED, _OWN = 0, 1
@@ -88,3 +90,36 @@ class Current:
     def facts(self) -> dict[str, float]:
         """What the ranks must have in common."""
         return {} if self.seeds is None else {"seed_everything's seed": float(self.seeds.seed)}
+
+
+# In checkpoints: Python's and NumPy's global generators as plain bytes ------------------------------------------------
+
+# Mersenne Twister, twice: version or position, the words, whether a normal number is left over, and that number.
+_PYTHON, _NUMPY = struct.Struct("<i625I?d"), struct.Struct("<i624I?d")
+STATE_BYTES = _PYTHON.size + _NUMPY.size
+"""Length of what ``capture_state`` returns."""
+
+
+def capture_state() -> npt.NDArray[np.uint8]:
+    """The states as uint8 (STATE_BYTES,)."""
+    version, words, left_over = random.getstate()
+    python = _PYTHON.pack(version, *words, left_over is not None, left_over or 0.0)
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    numpy = _NUMPY.pack(position, *keys.tolist(), bool(has_gauss), gauss)  # type: ignore[union-attr]
+    return np.frombuffer(python + numpy, dtype=np.uint8).copy()
+
+
+def restore_state(state: npt.NDArray[np.uint8]) -> None:
+    """Go on from what ``capture_state`` returned.
+
+    Raises:
+        CheckpointError: bytes that no generator can be in.
+    """
+    try:
+        contents = state.tobytes()
+        version, *words, has_normal, normal = _PYTHON.unpack_from(contents)
+        position, *keys, has_gauss, gauss = _NUMPY.unpack_from(contents, _PYTHON.size)
+        random.setstate((version, tuple(words), normal if has_normal else None))
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), gauss))
+    except (struct.error, ValueError, TypeError) as error:
+        raise CheckpointError(f"the saved states of the random generators cannot be read: {error}") from error

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import AgreementError, CheckpointError, DataError, InvalidArgumentError, name_ranks
+from hvdkit.errors import AgreementError, CheckpointError, DataError, InvalidArgumentError, name_ranks, whole
 from hvdkit.steps import passes
-from hvdkit.steps.epochs import REMAINDERS
-from hvdkit.steps.numbers import whole
 from hvdkit.steps.passes import Pass, Passes
-from hvdkit.steps.shards import InEpochs, Position, stream_weights
+from hvdkit.steps.shards import REMAINDERS, InEpochs, Position, stream_weights
 from hvdkit.steps.topology import Topology
 
 HEAD = 64

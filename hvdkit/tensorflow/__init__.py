@@ -15,12 +15,11 @@ from hvdkit.observe.recording import TimelineSteps
 from hvdkit.observe.step_files import record_steps
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
-from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.outer import OuterLoop, average_weights, end_windows, group_of, wanted
 from hvdkit.steps.shard_state import require_alone
-from hvdkit.steps.shards import Shard
+from hvdkit.steps.shards import Shard, steps_per_epoch
 from hvdkit.steps.topology import Topology
 
 try:

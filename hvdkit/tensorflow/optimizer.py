@@ -18,12 +18,11 @@ import tensorflow as tf
 
 from hvdkit.core import auto, compression, listeners
 from hvdkit.core.communicator import OverHorovod
-from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.core.layout import NO_FLAGS, ControlWord, Flags, is_held, read_flags
+from hvdkit.errors import InvalidArgumentError, whole
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import agreement, passes
 from hvdkit.steps.gradients import BFLOAT16_RANKS, GradientOptions, obstacle_of_type, refuse_clipped
-from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import private
 from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
 from hvdkit.tensorflow.variables import native
@@ -203,7 +202,7 @@ def reduce_gradients(
     """The ranks' gradients combined; None stays None where no rank has a gradient.
 
     Eagerly the group is the same whatever is None here: zeros go in its place, and a control word
-    (``hvdkit.core.control``) says so, and whether this rank failed. A graph is traced once for all steps, so what is
+    (``hvdkit.core.layout``) says so, and whether this rank failed. A graph is traced once for all steps, so what is
     None in it is left out, as it must be on every rank.
 
     Args:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.errors import CheckpointError
-from hvdkit.steps import random_state
+from hvdkit.steps.seeds import STATE_BYTES, capture_state, restore_state
 from hvdkit.tensorflow import private, seeds
 
 States = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ def capture(layers: Sequence[Any]) -> States:
     Args:
         layers: the states of the generators in the model's layers, see ``tensorflow_state.generator_states``.
     """
-    contents = random_state.capture()
+    contents = capture_state()
     parts = [
         np.pad(contents, (0, -len(contents) % 8)).view(np.int64),
         _eager_seeds(),
@@ -44,7 +44,7 @@ def restore(states: States, layers: Sequence[Any]) -> None:
     Raises:
         CheckpointError: it belongs to another model, or no generator can be in such a state.
     """
-    general = -(-random_state.BYTES // 8)
+    general = -(-STATE_BYTES // 8)
     lengths = [general, _WORDS, _GENERATOR, _GENERATOR, *[2] * len(layers)]
     if len(states) != sum(lengths):
         raise CheckpointError(
@@ -65,7 +65,7 @@ def restore(states: States, layers: Sequence[Any]) -> None:
             private.set_eager_seeds((version, tuple(words), None))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"the saved state of TensorFlow's seeds cannot be read: {error}") from error
-    random_state.restore(python.view(np.uint8)[: random_state.BYTES])
+    restore_state(python.view(np.uint8)[:STATE_BYTES])
     seeds.accept(layers)
 
 

@@ -13,9 +13,9 @@ from hvdkit.observe.step_files import record_steps
 from hvdkit.observe.torch_profile import profile
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
-from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.outer import average_weights, end_windows
+from hvdkit.steps.shards import steps_per_epoch
 from hvdkit.steps.topology import Topology
 
 try:

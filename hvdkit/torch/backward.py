@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from hvdkit.core import listeners
-from hvdkit.core.control import said_by_some
+from hvdkit.core.layout import said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import passes, torch_tensors

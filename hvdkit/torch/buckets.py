@@ -1,7 +1,7 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` lie in its memory, and behind them this rank's control word
-(``hvdkit.core.control``). A step looks at all gradients of a bucket at once, by loops that run in C.
+(``hvdkit.core.layout``). A step looks at all gradients of a bucket at once, by loops that run in C.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from horovod.torch.mpi_ops import synchronize  # that of ``hvd`` is a range of i
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
 from hvdkit.core.compression import Packing
-from hvdkit.core.control import NO_FLAGS, ControlWord, Flags, is_held, read_flags
+from hvdkit.core.layout import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import obstacle_of_type
 from hvdkit.steps.torch_tensors import LaterNumber, sends_bfloat16

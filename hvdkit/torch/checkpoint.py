@@ -17,11 +17,12 @@ import torch
 from hvdkit import __version__
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import random_state, shard_state
+from hvdkit.steps import shard_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints, Write
+from hvdkit.steps.seeds import STATE_BYTES, capture_state, restore_state
 from hvdkit.torch import seeds, sharded, state
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import rebuilt
@@ -297,7 +298,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
                 "without the optimizer."
             )
         if states is not None and self._has_this_size(saved):
-            usual = random_state.BYTES + torch.get_rng_state().numel()
+            usual = STATE_BYTES + torch.get_rng_state().numel()
             if len(states[self._ranks().rank()]) - usual not in (0, _CUDA_STATE):
                 raise CheckpointError(f"{saved.path} holds random states of another PyTorch.")
 
@@ -315,16 +316,16 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
 def _random_state() -> torch.Tensor:
     """The states of this rank's generators, uint8 (length,)."""
-    parts = [torch.from_numpy(random_state.capture()), torch.get_rng_state()]
+    parts = [torch.from_numpy(capture_state()), torch.get_rng_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         parts.append(torch.cuda.get_rng_state())
     return torch.cat(parts)
 
 
 def _set_random_state(own: Any) -> None:
-    python_and_numpy, rest = np.split(own, [random_state.BYTES])
+    python_and_numpy, rest = np.split(own, [STATE_BYTES])
     cpu, cuda = np.split(rest, [torch.get_rng_state().numel()])
-    random_state.restore(python_and_numpy)
+    restore_state(python_and_numpy)
     torch.set_rng_state(torch.from_numpy(cpu.copy()))
     if len(cuda) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(torch.from_numpy(cuda.copy()))

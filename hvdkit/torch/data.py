@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import random_state
 from hvdkit.steps.same_data import require_same_data
-from hvdkit.steps.seeds import integer, seed_python
+from hvdkit.steps.seeds import capture_state, integer, restore_state, seed_python
 from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
@@ -172,14 +171,14 @@ class SampledShard(Shard):
 @contextlib.contextmanager
 def _drawing_alike(stream: np.random.SeedSequence, own: Any) -> Iterator[None]:
     generators = [torch.default_generator, *([own] if isinstance(own, torch.Generator) else [])]
-    python, states = random_state.capture(), [generator.get_state() for generator in generators]
+    python, states = capture_state(), [generator.get_state() for generator in generators]
     seed_python(stream)
     for generator in generators:
         generator.manual_seed(integer(stream, bits=63))
     try:
         yield
     finally:
-        random_state.restore(python)
+        restore_state(python)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 

@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import torch_tensors
-from hvdkit.steps.untrained import Seen, UntrainedState
+from hvdkit.steps.divergence import Seen, UntrainedState
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
 from hvdkit.torch.buckets import Named, Parameter, total_norm
 from hvdkit.torch.nested import flattened

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from hvdkit.core import auto
 from hvdkit.core import layout as core_layout
-from hvdkit.core.control import NO_FLAGS, Flags, joined, said_by_some
+from hvdkit.core.layout import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.divergence import DivergenceCheck, next_due

@@ -7,7 +7,7 @@ import weakref
 import torch
 from horovod.torch.mpi_ops import synchronize
 
-from hvdkit.core.control import NO_FLAGS, Flags
+from hvdkit.core.layout import NO_FLAGS, Flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.torch import private
 from hvdkit.torch.buckets import Bucket, Parameter, Reducer

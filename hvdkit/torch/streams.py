@@ -21,8 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 
-from hvdkit.errors import DataError, InvalidArgumentError, name_ranks
-from hvdkit.steps.numbers import whole
+from hvdkit.errors import DataError, InvalidArgumentError, name_ranks, whole
 from hvdkit.steps.same_data import fingerprint, require_same_data
 from hvdkit.steps.shards import stream_weights
 from hvdkit.steps.topology import Topology

@@ -90,7 +90,7 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
 
 
 def hvdkit_modules(names: set[str]) -> set[str]:
-    """The modules of hvdkit among imported names: of ``hvdkit.steps.epochs.steps_per_epoch`` it is the module."""
+    """The modules of hvdkit among imported names: of ``hvdkit.steps.shards.steps_per_epoch`` it is the module."""
     found = set()
     for name in names:
         if name.split(".")[0] == "hvdkit":

@@ -56,7 +56,7 @@ FILES = {
     "5 broadcast": (("agreement",), "state"),
     "6 checkpoints": (("checkpoint",), "checkpoint"),
     "7 sharding": (("shards",), "data"),
-    "8 steps per epoch": (("epochs",), None),
+    "8 steps per epoch": (("shards",), None),
     "agreement": (("agreement",), "agreement"),
     "seeds": (("seeds",), "seeds"),
 }

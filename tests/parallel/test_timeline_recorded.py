@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hvdkit.core.control import ControlWord
+from hvdkit.core.layout import ControlWord
 from hvdkit.measure.emulate.plan import of_timeline
 from hvdkit.read.timeline import CycleMark, read, summarize
 

@@ -231,7 +231,7 @@ def test_a_bucket_waits_for_the_streams_on_which_its_gradients_came(hk, monkeypa
     """And says that a gradient's memory is read on another than its own; where all came on one, it does neither."""
     import torch
 
-    from hvdkit.core.control import Flags
+    from hvdkit.core.layout import Flags
     from hvdkit.torch.buckets import Bucket
 
     parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]

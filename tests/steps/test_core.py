@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdkit.core import layout
-from hvdkit.core.control import FLAGS, ControlWord, Flags, is_held, joined, read_flags, said_by_some
+from hvdkit.core.layout import FLAGS, ControlWord, Flags, is_held, joined, read_flags, said_by_some
 
 
 def written(control, *args, **kwargs):

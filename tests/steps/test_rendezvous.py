@@ -15,9 +15,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("horovod") is None, rea
 
 SERVER = """
 import sys
-from horovod.runner.common.util.hosts import SlotInfo
-from hvdkit.steps import rendezvous
-where, port = rendezvous.start("127.0.0.1", [SlotInfo("h", rank, rank, 0, 2, 2, 1) for rank in range(2)])
+from hvdkit.steps import bootstrap
+where, port = bootstrap.start_rendezvous("127.0.0.1", ["h", "h"]).values()
 print(where, port, flush=True)
 sys.stdin.read()
 """

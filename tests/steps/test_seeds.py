@@ -1,10 +1,13 @@
-"""One stream for all ranks and one for each, never the same numbers."""
+"""One stream for all ranks and one for each, never the same numbers; and states to go on from."""
 
+import random
+
+import numpy as np
 import pytest
 
 from hvdkit import Topology
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.seeds import Seeds, integer
+from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps.seeds import STATE_BYTES, Seeds, capture_state, integer, restore_state
 
 
 def seeds(seed, rank=0, size=4):
@@ -42,3 +45,24 @@ def test_generators_repeat_and_differ():
 def test_a_seed_is_an_integer(bad):
     with pytest.raises(InvalidArgumentError, match="seed must be an integer >= 0, got"):
         seeds(bad)
+
+
+def draw():
+    return [random.random(), random.gauss(0, 1), *np.random.random(3), np.random.normal()]  # noqa: S311
+
+
+def test_the_same_numbers_follow_a_state():
+    random.seed(3)
+    np.random.seed(4)
+    draw()  # leaves one normal number over in each generator
+    state = capture_state()
+    assert state.dtype == np.uint8 and state.shape == (STATE_BYTES,)
+    expected = [draw(), draw()]
+    restore_state(state)
+    assert [draw(), draw()] == expected
+
+
+@pytest.mark.parametrize("damage", [lambda state: state[:-1], lambda state: state * 0 + 255])
+def test_bytes_that_are_no_state_are_refused(damage):
+    with pytest.raises(CheckpointError, match="states of the random generators cannot be read"):
+        restore_state(damage(capture_state()))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hvdkit import CheckpointError, InvalidArgumentError, Topology
 from hvdkit.steps import passes
-from hvdkit.steps.epochs import steps_per_epoch
-from hvdkit.steps.shards import Position, Shard, stream_weights
+from hvdkit.steps.shards import Position, Shard, steps_per_epoch, stream_weights
 
 SIZES = {"n_samples": st.integers(1, 300), "size": st.integers(1, 9), "batch_size": st.integers(1, 40)}
 

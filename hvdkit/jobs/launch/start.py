@@ -2,7 +2,7 @@
 
 horovodrun is started as ``python -P -m hvdkit.jobs.launch.start horovodrun ARGUMENT...``, with its rendezvous closed to
 strangers. Its own server listens on all interfaces, and whoever reaches it can read and change where the ranks find one
-another; that of an elastic job unpickles what it is sent. See ``hvdkit.steps.rendezvous``. It also starts sooner: what
+another; that of an elastic job unpickles what it is sent. See ``hvdkit.steps.bootstrap``. It also starts sooner: what
 Horovod was built with stands in its record.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from hvdkit.errors import LaunchError
 from hvdkit.jobs.launch import on_host
 from hvdkit.jobs.launch.horovodrun import answer_of
 from hvdkit.jobs.launch.processes import dying_with_parent
-from hvdkit.steps import bootstrap, hosts, rendezvous
+from hvdkit.steps import bootstrap, hosts
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> Any:
 
     from hvdkit.jobs.launch.facts import recorded_horovod
 
-    token, listen_on = rendezvous.new_token(), ""
+    token, listen_on = secrets.token_hex(16), ""
     variables: dict[str, Any] = {}
 
     def find_port(new_server: Any) -> tuple[Any, int]:
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> Any:
 
     def command_of_ranks(command: Sequence[str], address: str, nics: Any, port: int, elastic: bool = False) -> str:
         variables.update(gloo_run.create_run_env_vars(address, nics, port, elastic))
-        variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = rendezvous.address_with(token, address, port)
+        variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = bootstrap.address_with(token, address, port)
         return shlex.join(command)
 
     def command_of_rank(command: str, environment: Mapping[str, str]) -> Any:
@@ -128,8 +129,8 @@ def main(argv: list[str]) -> Any:
     if (built := recorded_horovod()) is not None:  # else horovodrun loads every framework to ask it
         launch.gloo_built = lambda verbose: built.gloo  # noqa: ARG005
     http_server.find_port = find_port
-    http_server.RendezvousHandler.parse_request = rendezvous.only_with(token)
-    for name, value in rendezvous.SERVER.items():
+    http_server.RendezvousHandler.parse_request = bootstrap.only_with(token)
+    for name, value in bootstrap.SERVER.items():
         setattr(http_server.RendezvousHTTPServer, name, value)
     discovery.HostDiscoveryScript._execute_discovery_script = lambda self: answer_of(
         Path(self._discovery_script), os.environ

@@ -10,13 +10,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.errors import AgreementError, InvalidArgumentError, whole
 from hvdkit.keras import private, state
 from hvdkit.keras.data import SHARDED, Evaluation, ShardedData, as_arrays
 from hvdkit.keras.trainer.metrics import States, note
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import metrics
-from hvdkit.steps.numbers import whole
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 

@@ -39,7 +39,6 @@ from hvdkit.keras.trainer.requirements import UNKNOWN
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, divergence, passes
 from hvdkit.steps.streams import StreamInEpochs
-from hvdkit.steps.untrained import UntrainedState
 from hvdkit.tf_shared.keras_optimizer import require_keras_3, taking_part
 
 _ENDED, _AGREED_ON = -2, -3
@@ -205,7 +204,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._begun = self._stepped = self.swaps = False
         self._first_batch, self._last_batch = 0, -1
         self._epoch, self._batch, self._loss, self._stopped = 0, 0, None, False
-        self._untrained, self._steps = UntrainedState(_FIX, _OWN, stacklevel=8), 0
+        self._untrained, self._steps = divergence.UntrainedState(_FIX, _OWN, stacklevel=8), 0
         self._watch: watch.Watch | None = None
         self._forget_filler: Callable[[], None] | None = None
 

@@ -16,8 +16,8 @@ from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import count_text, ranks_text, share_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.learning_rate import RULES, scale_factor, scale_lr, warmup_multiplier, warmup_steps
+from hvdkit.steps.shards import REMAINDERS, steps_per_epoch
 from hvdkit.steps.topology import Topology
 
 LARGEST_LINEAR_BATCH = 8192

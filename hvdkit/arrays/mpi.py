@@ -107,7 +107,7 @@ def ranks(comm: Any = None) -> OverMpi:
 def require_same_rows(comm: Any, rows: Sequence[str]) -> None:
     """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective."""
     among = ranks(comm)
-    if not agreement.agree([agreement.rows_table(rows)], lambda mine: among.allreduce(mine, "hvdkit.agree", op="min")):
+    if not agreement.agree(among, agreement.digest_table(rows), "hvdkit.agree"):
         agreement.require_same_rows(among, rows)
 
 

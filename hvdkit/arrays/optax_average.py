@@ -85,10 +85,10 @@ class _Checked(Reduce):
 
     def __init__(self, gradients: Any, options: GradientOptions, comm: Any, rows: list[str]) -> None:
         super().__init__(gradients, options, exit_watchdog.Marked(comm.Dup()), threaded=False)
-        self._all, self._rows, self._table = mpi.ranks(comm), rows, agreement.rows_table(rows)
+        self._all, self._rows, self._table = mpi.ranks(comm), rows, agreement.digest_table(rows)
 
     def _exchange(self) -> None:
-        if not agreement.agree([self._table], lambda mine: self._all.allreduce(mine, "hvdkit.average", op="min")):
+        if not agreement.agree(self._all, self._table, "hvdkit.average"):
             agreement.require_same_rows(self._all, self._rows)
         super()._exchange()
 

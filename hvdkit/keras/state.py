@@ -115,7 +115,7 @@ def layout(variable: Any) -> str:
 def average_statistics(variables: Sequence[Any]) -> None:
     """Set floating variables that differ between ranks, but masks, to their mean over the ranks; a collective."""
     values = [value_of(one) for one in variables]
-    table = agreement.value_table([one.path for one in variables], list(map(agreement.digest, values)))
+    table = agreement.digest_table([one.path for one in variables], list(map(agreement.digest, values)))
     masks = np.array(list(map(is_mask, values)), dtype=np.int64)
     tables = np.stack(TRANSPORT.allgather(np.column_stack([table, masks]), "hvdkit.statistics"))
     differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0) & ~tables[:, :, 2].all(axis=0)

@@ -114,39 +114,24 @@ def array_digests(arrays: Iterable[npt.NDArray[Any]], chunk: int = CHUNK) -> Dig
     return np.array([one(array) for array in arrays], dtype=np.int64)
 
 
-def value_table(names: Sequence[str], values: npt.ArrayLike) -> Digests:
-    """A digest table as ``digest_table`` makes it, of values digested already.
+def digest_table(names: Iterable[str], values: npt.ArrayLike = 0) -> Digests:
+    """Digests of named values, int64 (number of names, 2): of the name, and of the value where it has one.
 
     Args:
-        names: what they are, with type and shape.
-        values: int64 (len(names),), their digests.
+        names: what they are, such as "name type shape"; rows are told apart by their positions.
+        values: int64, their digests.
     """
-    table = rows_table(names)
-    table[:, 1] = values
+    of_names = [digest(np.frombuffer(name.encode(), dtype=np.uint8)) for name in names]
+    table = np.empty((len(of_names), 2), dtype=np.int64)
+    table[:, 0], table[:, 1] = of_names, values
     return table
 
 
-def rows_table(rows: Iterable[str]) -> Digests:
-    """The digest table of rows "name type shape", which are told apart by their positions."""
-    return digest_table({f"{position} {row}": () for position, row in enumerate(rows)})
-
-
-def agree(tables: Sequence[Digests], minimum: Callable[[Digests], npt.ArrayLike]) -> bool:
-    """Whether all ranks hold equal tables, by one small allreduce; the same answer on every rank.
-
-    Args:
-        tables: of this rank, as many on every rank.
-        minimum: the element-wise minimum over the ranks of int64 (2 * len(tables),); a collective.
-    """
-    mine = np.array([digest(table) for table in tables], dtype=np.int64)
-    lowest, inverted_highest = np.split(np.asarray(minimum(np.concatenate([mine, ~mine]))), 2)
-    return bool((lowest == ~inverted_highest).all())
-
-
-def digest_table(arrays: Mapping[str, npt.ArrayLike]) -> Digests:
-    """Digests of named arrays, int64 (len(arrays), 2), in the mapping's order: of the name, of the value."""
-    rows = [(digest(np.frombuffer(name.encode(), dtype=np.uint8)), digest(value)) for name, value in arrays.items()]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), 2)
+def agree(ranks: Communicator, table: Digests, name: str) -> bool:
+    """Whether all ranks hold equal tables, by one small allreduce of this name; the same answer on every rank."""
+    mine = digest(table)
+    lowest, inverted_highest = ranks.allreduce(np.array([mine, ~mine], dtype=np.int64), name, op="min")
+    return bool(lowest == ~inverted_highest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +169,7 @@ def require_same_rows(ranks: Communicator, rows: Sequence[str], fault: str = _MO
     Args:
         fault, fix: what the ranks do wrong then, and should do on every rank.
     """
-    difference = first_difference(ranks.allgather(rows_table(rows), "hvdkit.layout"))
+    difference = first_difference(ranks.allgather(digest_table(rows), "hvdkit.layout"))
     if difference is not None:
         raise layout_error(difference, rows, ranks.rank(), fault, fix)
 
@@ -206,8 +191,8 @@ def require_same_values(
         fixes: what to do where a value differs, by its name; default: broadcast.
         among: the ranks that must agree with this one; default: all.
     """
-    table = value_table(rows, digests)
-    if among is None and agree([table], lambda mine: ranks.allreduce(mine, "hvdkit.agree", op="min")):
+    table = digest_table(rows, digests)
+    if among is None and agree(ranks, table, "hvdkit.agree"):
         return
     tables = ranks.allgather(table, "hvdkit.digests")
     members = range(len(tables)) if among is None else sorted(among)

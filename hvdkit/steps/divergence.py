@@ -174,9 +174,9 @@ class Seen:
         """An integer below 2**20 that stands for names and values."""
         return float(agreement.digest(self.table()) & 0xFFFFF)
 
-    def table(self) -> npt.NDArray[np.int64]:
-        """As of ``agreement.value_table``."""
-        return agreement.value_table(self.rows, self.digests)
+    def table(self) -> agreement.Digests:
+        """As of ``agreement.digest_table``."""
+        return agreement.digest_table(self.rows, self.digests)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ def sums_and_counts(metrics: Mapping[str, Any]) -> Pairs:
 def require_same_names(ranks: Communicator, names: Iterable[str]) -> None:
     """Raise an AgreementError on every rank unless all give the same names of metrics; a collective."""
     mine = sorted(names)
-    tables = ranks.allgather(agreement.digest_table(dict.fromkeys(mine, ())), "hvdkit.metric_names")
+    tables = ranks.allgather(agreement.digest_table(mine), "hvdkit.metric_names")
     difference = agreement.first_difference(tables)
     if difference is not None:
         raise AgreementError(

@@ -169,9 +169,8 @@ def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: 
     """Give every rank the root's tensors and optimizer state, in place; a collective."""
     broadcast_tensors(model_tensors(model).values(), root)
     caches = buffers_of(model, persistent=False)
-    table = agreement.rows_table(layout(name, one) for name, one in caches.items())
-    # else they grew with the batches
-    if agreement.agree([table], lambda mine: RANKS.allreduce(mine, "hvdkit.caches", op="min")):
+    table = agreement.digest_table(layout(name, one) for name, one in caches.items())
+    if agreement.agree(RANKS, table, "hvdkit.caches"):  # else they grew with the batches
         broadcast_tensors(caches.values(), root)
     _send_extra_states(model, root)
     if optimizer is None:

@@ -16,7 +16,6 @@ from hvdkit.steps.agreement import (
     join_chunks,
     masked_shift,
     salted,
-    value_table,
 )
 
 
@@ -51,23 +50,27 @@ def test_memory_order_does_not_count():
     assert digest(array) == digest(np.asfortranarray(array))
 
 
+def table_of(**arrays):
+    return digest_table(arrays, list(map(digest, arrays.values())))
+
+
 def test_equal_tables_agree():
-    table = digest_table({"a": np.ones(3), "b": np.zeros(2)})
+    table = table_of(a=np.ones(3), b=np.zeros(2))
     assert table.shape == (2, 2) and table.dtype == np.int64
     assert first_difference([table, table.copy(), table.copy()]) is None
-    assert first_difference([digest_table({})] * 2) is None
+    assert first_difference([digest_table([])] * 2) is None
 
 
 def test_the_first_difference_names_position_and_ranks():
-    same = digest_table({"a": np.ones(3), "b": np.zeros(2), "c": np.zeros(1)})
-    other = digest_table({"a": np.ones(3), "b": np.ones(2), "c": np.ones(1)})
+    same = table_of(a=np.ones(3), b=np.zeros(2), c=np.zeros(1))
+    other = table_of(a=np.ones(3), b=np.ones(2), c=np.ones(1))
     difference = first_difference([same, other, same, other])
     assert (difference.position, difference.groups, difference.same_names) == (1, ((0, 2), (1, 3)), True)
 
 
 def test_another_name_or_number_of_arrays_is_another_model():
-    short, long = digest_table({"a": np.ones(3)}), digest_table({"a": np.ones(3), "b": np.ones(1)})
-    renamed = digest_table({"z": np.ones(3)})
+    short, long = table_of(a=np.ones(3)), table_of(a=np.ones(3), b=np.ones(1))
+    renamed = table_of(z=np.ones(3))
     assert not first_difference([short, long]).same_names
     assert first_difference([short, long]).position == 1
     assert not first_difference([short, renamed]).same_names
@@ -148,21 +151,27 @@ def test_the_order_of_chunks_counts():
     assert join_chunks([]) == 0
 
 
-def ranks_minimum(everyone):
-    """The element-wise minimum of what each rank gives to an allreduce."""
-    given_by_rank = []
-    for tables in everyone:
-        agree(tables, lambda values: given_by_rank.append(values) or values)
-    return np.min(given_by_rank, axis=0)
+class Minimum:
+    """What a rank gets from an allreduce: the element-wise minimum of what all give."""
+
+    def __init__(self):
+        self.given = []
+
+    def allreduce(self, values, name, op):
+        assert op == "min"
+        self.given.append(values)
+        return np.min(self.given, axis=0)
 
 
 def test_one_minimum_tells_whether_all_tables_are_equal():
-    same, other = value_table(["a", "b"], [1, 2]), value_table(["a", "b"], [1, 3])
-    assert value_table(["a"], [2**63 - 1])[0, 1] == 2**63 - 1
-    for everyone in ([[same]] * 3, [[same], [other], [same]], [[same], [value_table(["a", "c"], [1, 2])]]):
-        lowest = ranks_minimum(everyone)
-        answers = {agree(tables, lambda _, lowest=lowest: lowest) for tables in everyone}
-        assert answers == {all(np.array_equal(tables[0], everyone[0][0]) for tables in everyone)}
+    same, other = digest_table(["a", "b"], [1, 2]), digest_table(["a", "b"], [1, 3])
+    assert digest_table(["a"], [2**63 - 1])[0, 1] == 2**63 - 1
+    for tables in ([same] * 3, [same, other, same], [same, digest_table(["a", "c"], [1, 2])]):
+        ranks = Minimum()
+        for table in tables:
+            agree(ranks, table, "given")
+        answers = {agree(ranks, table, "asked") for table in tables}
+        assert answers == {all(np.array_equal(table, tables[0]) for table in tables)}
 
 
 def test_every_few_steps_raises_or_warns():

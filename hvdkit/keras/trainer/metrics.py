@@ -88,8 +88,7 @@ class AverageOfFit(AverageMetrics):
     """
 
     def _on_all_ranks(self, names: list[str]) -> bool:
-        table = agreement.digest_table(dict.fromkeys(sorted(names), ()))
-        return agreement.agree([table], lambda mine: TRANSPORT.allreduce(mine, "hvdkit.metric_names", op="min"))
+        return agreement.agree(TRANSPORT, agreement.digest_table(sorted(names)), "hvdkit.metric_names")
 
 
 class States:

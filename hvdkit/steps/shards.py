@@ -286,7 +286,7 @@ class InEpochs:
         """
         epoch, following = whole("epoch", epoch, 0), self._next
         if (following.epoch, following.samples > 0) != (epoch, True):
-            self._go_on_at(Position(epoch))
+            self._go_on_at(type(following)(epoch))
 
     def state(self) -> dict[str, Any]:
         """The position, counted in samples, for a checkpoint; in an epoch that is under way, after the last step's.
@@ -299,14 +299,16 @@ class InEpochs:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on however many ranks that was.
 
+        What comes before in the epoch of a stream is read again, and not trained on.
+
         Raises:
             CheckpointError: it belongs to another data set or order, or is none.
         """
-        self._go_on_at(Position.of(state, self.share))
+        self._go_on_at(self.require_state(state))
 
-    def require_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where ``state`` belongs to another data set or order, or is none."""
-        Position.of(state, self.share)
+    def require_state(self, state: Mapping[str, Any]) -> Position:
+        """Where ``state`` was taken; CheckpointError where it belongs to another data set or order, or is none."""
+        return type(self._base).of(state, self.share)
 
     def follow(self, world: Topology) -> None:
         """Go on at the same sample as this rank of another world."""

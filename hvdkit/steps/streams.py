@@ -305,21 +305,6 @@ class StreamInEpochs(InEpochs):
             return here.next_epoch()
         return replace(here, order=one.exchange.order)
 
-    def require_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where ``state`` is not of this stream."""
-        StreamPosition.of(state, self.share)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. What comes before in the epoch is read again, and not trained on.
-
-        Raises:
-            CheckpointError: it belongs to another stream or order, or is none.
-        """
-        self._go_on_at(StreamPosition.of(state, self.share))
-
-    def _go_on_at(self, position: Position) -> None:
-        self._passes.begin_at(position if isinstance(position, StreamPosition) else StreamPosition(position.epoch))
-
     # What Keras' fit asks, where its guard counts the steps and not the iterator.
 
     @property

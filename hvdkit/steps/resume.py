@@ -135,11 +135,7 @@ class CheckpointsBase(ABC):
 
     def _read_random(self, directory: Path) -> Any:
         """By rank; None where there is no file."""
-        file = directory / "random.npy"
-        try:
-            return np.load(file, allow_pickle=False) if file.exists() else None
-        except (OSError, ValueError, EOFError, MemoryError) as error:  # a header can promise any size
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        return _read_arrays(directory / "random.npy")
 
     def _position(self, loader: Any) -> dict[str, Any]:
         return {} if loader is None else {"data": self._require_loader(loader).state()}
@@ -265,8 +261,8 @@ class CheckpointsBase(ABC):
         if put_own is not None:
             put_own()
         if optimizer is not None:
-            outer.restore(held.get("outer", {}))  # the root gives it to all when they begin
-            compression.restore(ranks.on_root(lambda: held["kept"]))  # after what kept some before is gone
+            outer.restore(held.get("outer") or {})  # the root gives it to all when they begin
+            compression.restore(ranks.on_root(lambda: held["kept"]) or {})  # after what kept some before is gone
         if optimizer is not None or loader is not None:
             listeners.restored(saved.step)
         return replace(saved, extra=self._broadcast_extra(held.get("extra")), **found), states
@@ -301,14 +297,17 @@ class CheckpointsBase(ABC):
 _KEPT, _OUTER = "compression.npz", "outer.npz"
 
 
-def _read_arrays(file: Path) -> dict[str, Any]:
-    """What ``to_save`` of compression or outer steps returned; empty where there is no file."""
+def _read_arrays(file: Path) -> Any:
+    """The array of a file of NumPy's, or those of an archive by name; None where there is no file."""
     try:
         if not file.exists():
-            return {}
-        with np.load(file, allow_pickle=False) as kept:
-            return {key: kept[key] for key in kept.files}
-    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+            return None
+        found = np.load(file, allow_pickle=False)
+        if isinstance(found, np.ndarray):
+            return found
+        with found:
+            return dict(found)
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:  # a header can promise any size
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 

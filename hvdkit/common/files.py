@@ -80,26 +80,9 @@ def text_if_there(path: Path) -> str:
         return ""
 
 
-def exists(path: Path) -> bool:
-    """Whether something is at a path; False where nothing can be, such as for a name too long, which pathlib raises."""
-    return _mode(path) != 0
-
-
-def is_file(path: Path) -> bool:
-    """Whether an ordinary file is at a path; False where nothing can be."""
-    return stat.S_ISREG(_mode(path))
-
-
-def is_directory(path: Path) -> bool:
-    """Whether a directory is at a path; False where nothing can be."""
-    return stat.S_ISDIR(_mode(path))
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.stat().st_mode
-    except (OSError, ValueError):
-        return 0
+# Whether something is at a path, of any kind or of this; False where nothing can be, such as for a name too long, for
+# which pathlib raises.
+exists, is_file, is_directory = os.path.exists, os.path.isfile, os.path.isdir
 
 
 @contextmanager

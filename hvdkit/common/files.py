@@ -63,12 +63,7 @@ def content(path: Path, *, most: int = MOST_BYTES, unzip: bool = False) -> bytes
 
 
 def text(path: Path, *, most: int = MOST_BYTES, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The same as text.
-
-    Raises:
-        OSError: as ``content``.
-        UnicodeDecodeError: it is in another encoding.
-    """
+    """The same as text; UnicodeDecodeError where it is in another encoding."""
     return content(path, most=most).decode(encoding, errors)
 
 

@@ -21,11 +21,7 @@ _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def check(path: Path) -> None:
-    """Find out before anything is computed whether there is such a plot.
-
-    Raises:
-        InvalidArgumentError: the path ends with none of ``FORMATS``.
-    """
+    """Raise InvalidArgumentError, before anything is computed, where the path ends with none of ``FORMATS``."""
     if path.suffix.lower() not in FORMATS:
         expected = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise InvalidArgumentError(f"The plot {str(path)!r} ends in {path.suffix!r}; expected {expected}.")
@@ -38,12 +34,11 @@ def require() -> None:
 
 
 def picture(form: str, *draws: Draw, size: tuple[float, float] = SIZE) -> bytes:
-    """A plot as the content of a file.
+    """A plot, of ``size`` inches, as the content of a file.
 
     Args:
         form: one of ``FORMATS``.
         draws: each puts something on Matplotlib's axes of its own, below the one before.
-        size: in inches.
     Raises:
         MissingFrameworkError: Matplotlib is not installed.
     """

@@ -107,12 +107,7 @@ class Page:
     notes: Sequence[str] = ()
 
     def print(self, form: str | None, document: Document) -> None:
-        """Print it to standard output.
-
-        Args:
-            form: "json", or None for what a terminal shows.
-            document: the same for programs.
-        """
+        """Print it to standard output, or for programs, where ``form`` is "json", the document that says the same."""
         if form == "json":
             click.echo(json_files.encode(document), nl=False)
         else:

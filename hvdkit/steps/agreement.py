@@ -115,12 +115,7 @@ def array_digests(arrays: Iterable[npt.NDArray[Any]], chunk: int = CHUNK) -> Dig
 
 
 def digest_table(names: Iterable[str], values: npt.ArrayLike = 0) -> Digests:
-    """Digests of named values, int64 (number of names, 2): of the name, and of the value where it has one.
-
-    Args:
-        names: what they are, such as "name type shape"; rows are told apart by their positions.
-        values: int64, their digests.
-    """
+    """Digests of names such as "name type shape", int64 (number of names, 2), each beside that of its value, or a 0."""
     of_names = [digest(np.frombuffer(name.encode(), dtype=np.uint8)) for name in names]
     table = np.empty((len(of_names), 2), dtype=np.int64)
     table[:, 0], table[:, 1] = of_names, values

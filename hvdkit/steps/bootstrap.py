@@ -77,8 +77,6 @@ def finds_ranks(environ: Mapping[str, str]) -> bool:
     Open MPI 5 knows PMIx only; MPICH and its relatives know PMI and, newer ones, PMIx. Where neither is offered, each
     process becomes rank 0 of 1 ("singleton").
 
-    Args:
-        environ: the process environment.
     Source: PMIx standard 4.1, section 3.1 (PMIX_RANK); MPICH, PMI_RANK and PMI_FD of the PMI-1 wire protocol.
     """
     offered = {family for family in ("PMIX_RANK", "PMI_RANK", "PMI_FD") if family in environ}
@@ -119,11 +117,9 @@ def meet(
     purpose: str,
     timeout: float,
 ) -> meeting.Meeting:
-    """Meet the other ranks; a collective.
+    """Meet the other ranks, where the environment says enough (``can_meet``); a collective.
 
     Args:
-        launched: this process by its launcher; ``can_meet``.
-        environ: the process environment.
         tell: what rank 0 tells all ranks, from its address and their hosts.
         purpose: tells apart the meetings of one job.
         timeout: seconds until all ranks must be there.
@@ -167,16 +163,10 @@ def _door(place: str, environ: Mapping[str, str], *, one_host: bool) -> tuple[st
 
 
 def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.0) -> dict[str, str]:
-    """Meet the other ranks and start the rendezvous; a collective.
+    """Meet the other ranks and start the rendezvous; a collective, as ``meet``.
 
-    Args:
-        launched: this process by its launcher; ``is_needed``.
-        environ: the process environment.
-        timeout: seconds until all ranks must be there.
     Returns:
         The variables that Horovod's ``init`` needs, to be set in ``os.environ``.
-    Raises:
-        LauncherError: the ranks do not find each other.
     """
     met = meet(launched, environ, start_rendezvous, "horovod", timeout)
     local_rank, local_size, cross_rank, cross_size = met.place(launched.rank)
@@ -199,9 +189,7 @@ def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.
 def start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
     """Start a server for the ranks of a job; what HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT must be on each.
 
-    Args:
-        address: of this host, as all ranks reach it.
-        by_rank: the host of each rank.
+    It listens on this host's ``address``, as all ranks reach it; ``by_rank`` are the hosts of the ranks.
     """
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer

@@ -14,11 +14,7 @@ _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 def require_wish(kind: str, threads: int | None) -> None:
-    """Refuse what no framework binding's ``pin_device`` can do.
-
-    Raises:
-        InvalidArgumentError: an unknown kind, or threads < 1.
-    """
+    """Raise InvalidArgumentError for what no framework binding's ``pin_device`` can do."""
     if kind not in ("auto", "gpu", "cpu"):
         raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
     if threads is not None and threads < 1:
@@ -26,14 +22,12 @@ def require_wish(kind: str, threads: int | None) -> None:
 
 
 def require_gpu(kind: str, visible: int, who: str, look: str = "hvdkit doctor") -> None:
-    """Refuse kind "gpu" where there is none.
+    """Raise InvalidArgumentError for kind "gpu" where there is none.
 
     Args:
         visible: GPUs that this process can see.
         who: sees none, such as "PyTorch".
         look: the command that says why.
-    Raises:
-        InvalidArgumentError: it was asked for, and there is none.
     """
     if kind == "gpu" and visible == 0:
         raise InvalidArgumentError(
@@ -67,11 +61,8 @@ def device_index(local_rank: int, visible: int) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; ``driver`` lists all of the host.
 
-    Args:
-        environ: the process environment.
-        driver: where the driver lists the GPUs of this host.
     Source: CUDA C++ programming guide, environment variables: the list ends before the first invalid entry.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")

@@ -49,7 +49,6 @@ def raise_if_diverged(whole: Fingerprints, names: Sequence[str], roundings: Sequ
         whole: the sum over the ranks of 1, of 1 where it was time for the rank to look, of 1 where it did, of its
             fingerprints, and of their squares. Fingerprints are float64 (n, 2): of each parameter its norm, and a sum
             of that size.
-        names: of the parameters.
         roundings: the machine epsilon of each one's type.
         exchanges: so many; what processors of different kinds round differently adds up.
     Raises:
@@ -122,10 +121,8 @@ class DivergenceCheck:
 
         Args:
             ranks: all that exchange gradients.
-            names, roundings: see ``raise_if_diverged``; the same on every rank.
+            names, roundings: see ``raise_if_diverged``, which this calls; the same on every rank.
             call: names the collective.
-        Raises:
-            AgreementError: on every rank, see ``raise_if_diverged``.
         """
         seen, asked, self.pending_fingerprint, self.asks = self.pending_fingerprint, self.asks, None, False
         looked = seen is not None and len(seen) == len(names)
@@ -187,23 +184,17 @@ class _Suspect:
     looks: int = 0
     change: int = _CONSTANT
 
-    def look(self, value: Array) -> None:
-        self.looks += 1
-        self.change, self.value = max(self.change, _change(self.value, value)), value
-
 
 class UntrainedState:
     """What the ranks have seen of one model's untrained state. Every rank makes the same calls.
 
-    A part that differs is looked at before the next steps, too. Noise that is drawn anew for each step may differ, as
-    that of dropout does; what stays, or accumulates, is told once.
+    A part that differs is one of ``suspects``, and its value is wanted with the next look, too. Noise that is drawn
+    anew for each step may differ, as that of dropout does; what stays, or accumulates, is told once.
 
     Args:
         fix: what a program does to give every rank the root's values.
         own: what it does where each rank is to have its own.
         stacklevel: of the program's line that trains, above ``compare``.
-    Attributes:
-        suspects: rows whose values are wanted with the next look.
     """
 
     def __init__(self, fix: str, own: str, stacklevel: int) -> None:
@@ -218,10 +209,12 @@ class UntrainedState:
             AgreementError: a mask or a frozen weight differs between ranks, and stays as it is; on every rank.
         """
         for row, (value, _) in seen.values.items():
-            if (known := self.suspects.get(row)) is None:
+            known = self.suspects.get(row)
+            if known is None:
                 self.suspects[row] = _Suspect(value)
-            else:
-                known.look(value)
+                continue
+            known.looks += 1
+            known.change, known.value = max(known.change, _change(known.value, value)), value
         tables = ranks.allgather(self._table(seen), "hvdkit.untrained")
         is_root = ranks.rank() == 0
         if (difference := agreement.first_difference([table[:, :1] for table in tables])) is not None:

@@ -29,14 +29,12 @@ def expand(hostlist: str) -> list[str]:
     """
     if _PART.sub("", hostlist).strip(","):
         raise LauncherError(f"the host list {hostlist!r} has brackets that do not match.")
-    parts = [part.strip() for part in _PART.findall(hostlist)]
-    return [host for part in parts if part for host in _expand_one(part, hostlist)]
-
-
-def _expand_one(part: str, hostlist: str) -> list[str]:
-    texts = _BRACKETS.split(part)  # every second one stood between brackets
-    choices = [_numbers(text, hostlist) if place % 2 else [text] for place, text in enumerate(texts)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
+    hosts: list[str] = []
+    for part in filter(None, map(str.strip, _PART.findall(hostlist))):
+        texts = _BRACKETS.split(part)  # every second one stood between brackets
+        choices = [_numbers(text, hostlist) if place % 2 else [text] for place, text in enumerate(texts)]
+        hosts += map("".join, itertools.product(*choices))
+    return hosts
 
 
 def _numbers(ranges: str, hostlist: str) -> list[str]:
@@ -85,8 +83,8 @@ def own_address(*others: str) -> str:
 def of_job(environ: Mapping[str, str]) -> list[str]:
     """The hosts that the batch system gave, each once, in its order; empty where nothing says so.
 
-    Args:
-        environ: Slurm's node lists, or the files that PBS_NODEFILE, COBALT_NODEFILE or LSB_DJOB_RANKFILE name.
+    They stand in Slurm's node lists, or in the file that PBS_NODEFILE, COBALT_NODEFILE or LSB_DJOB_RANKFILE names.
+
     Raises:
         LauncherError: a list or file that cannot be read.
     """

@@ -86,7 +86,7 @@ class WriterLock:
 
     @property
     def token(self) -> str:
-        """What stands for this process in names of files."""
+        """What stands for this process in names of files; one that was forked has its own."""
         return _token(os.getpid())
 
     @contextlib.contextmanager
@@ -143,8 +143,7 @@ class WriterLock:
         with _TAKING:
             file = self._directory / LOCK
             with contextlib.suppress(FileNotFoundError):
-                held = _HELD.get(_key(file.lstat()))
-                if held is not None:
+                if (held := _HELD.get(_key(file.lstat()))) is not None:
                     return held
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(file, flags, 0o666)
@@ -213,7 +212,7 @@ class WriterLock:
 
 
 @functools.cache
-def _token(process: int) -> str:  # noqa: ARG001  # one that was forked has its own
+def _token(process: int) -> str:  # noqa: ARG001
     return secrets.token_hex(8)
 
 

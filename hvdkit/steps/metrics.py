@@ -11,10 +11,8 @@ from hvdkit.core.communicator import Communicator
 from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.steps import agreement
 
-Pairs = dict[str, tuple[float, float]]
 
-
-def sums_and_counts(metrics: Mapping[str, Any]) -> Pairs:
+def sums_and_counts(metrics: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """This rank's metrics as (sum, count) by name, in the order of the names.
 
     Args:
@@ -22,7 +20,18 @@ def sums_and_counts(metrics: Mapping[str, Any]) -> Pairs:
     Raises:
         InvalidArgumentError: a value that is neither, or a negative count.
     """
-    return {name: _sum_and_count(name, metrics[name]) for name in sorted(metrics)}
+    pairs = {}
+    for name, value in sorted(metrics.items()):
+        try:
+            total, count = value if isinstance(value, (tuple, list)) else (value, 1)
+            pairs[name] = float(total), float(count)
+        except (TypeError, ValueError):
+            raise InvalidArgumentError(
+                f"metric {name!r} must be a number or a pair (sum, count), got {value!r}."
+            ) from None
+        if not pairs[name][1] >= 0:
+            raise InvalidArgumentError(f"metric {name!r} must have a count >= 0, got {pairs[name][1]}.")
+    return pairs
 
 
 def require_same_names(ranks: Communicator, names: Iterable[str]) -> None:
@@ -61,14 +70,3 @@ def average(ranks: Communicator | None, metrics: Mapping[str, Any], size: int) -
             raise InvalidArgumentError(f"metric {name!r} has a total count of 0 over all {size} ranks.")
         means[name] = total / count
     return means
-
-
-def _sum_and_count(name: str, value: Any) -> tuple[float, float]:
-    try:
-        total, count = value if isinstance(value, (tuple, list)) else (value, 1)
-        pair = float(total), float(count)
-    except (TypeError, ValueError):
-        raise InvalidArgumentError(f"metric {name!r} must be a number or a pair (sum, count), got {value!r}.") from None
-    if not pair[1] >= 0:
-        raise InvalidArgumentError(f"metric {name!r} must have a count >= 0, got {pair[1]}.")
-    return pair

@@ -356,27 +356,16 @@ class OuterLoop:
 
 @dataclass(slots=True)
 class _Fragment:
-    """Some of the weights, which are sent at once.
-
-    Attributes:
-        places: of the weights.
-        offset: steps from the beginning of a window until it leaves.
-        anchor: the weights of the last outer step, one after another.
-        mean: of all ranks' differences; for a second thread.
-        velocity: of the outer optimizer.
-        difference: the memory of what is sent.
-        rounds: how often it was sent.
-        pending: the mean on its way, and what the ranks say of this round.
-    """
+    """Some of the weights, which are sent at once."""
 
     places: list[int]
-    offset: int
-    anchor: Array
-    mean: Callable[[Array], Array]
-    velocity: Array
-    difference: Array
-    rounds: int = 0
-    pending: Any = None
+    offset: int  # steps from the beginning of a window until it leaves
+    anchor: Array  # the weights of the last outer step, one after another
+    mean: Callable[[Array], Array]  # of all ranks' differences; for a second thread
+    velocity: Array  # of the outer optimizer
+    difference: Array  # the memory of what is sent
+    rounds: int = 0  # in which it was sent
+    pending: Any = None  # the mean on its way, and what the ranks say of this round
 
 
 def _pieces(length: int) -> list[slice]:

@@ -29,7 +29,7 @@ def expect_steps(counter: Callable[[], int] | None = None, wait: Callable[[], ob
 
     Args:
         counter: says how many there were, where they are not told to ``stepped``.
-        wait: returns when all steps that were begun have been told; where they run behind the program.
+        wait: returns when all steps that were begun have been told, where they run behind the program.
     """
     _steps.setdefault("told", 0)
     if wait is not None and wait not in _waits:
@@ -90,12 +90,6 @@ def wait_for_steps() -> None:
     """Return when every step that was begun has been taken, where they run behind the program."""
     for wait in _waits:
         wait()
-
-
-def _settle_all() -> None:
-    """``_settle`` with every step that was begun."""
-    wait_for_steps()
-    _settle()
 
 
 def _steps_taken() -> int:
@@ -230,7 +224,8 @@ class Passes:
 
     def begin(self, start: Any, share: Any) -> Pass:
         """A pass from ``start`` on; those of zip(loader, loader), which begin together, have orders of their own."""
-        _settle_all()
+        wait_for_steps()
+        _settle()
         for one in self._begun:
             one.is_open = one.is_open and one.is_counted
         for one in [one for one in _recent if one.passes is self and not one.is_open]:
@@ -245,7 +240,8 @@ class Passes:
 
     def epoch(self) -> Pass | None:
         """The last one that counts as an epoch."""
-        _settle_all()
+        wait_for_steps()
+        _settle()
         if self._have_changed and _weights() == self._before:  # put back
             self.begin_at(self.base)
         return self.trained if _steps else self.last

@@ -40,11 +40,7 @@ def new() -> str:
 
 
 def checked(given: str) -> str:
-    """What HVDKIT_SECRET holds.
-
-    Raises:
-        LauncherError: it is too short.
-    """
+    """What HVDKIT_SECRET holds; LauncherError where it is too short."""
     if len(given) < _LEAST:
         raise LauncherError(f"{VARIABLE} must have at least {_LEAST} characters, got {len(given)}. {_FIX}")
     return given
@@ -57,7 +53,6 @@ def key(job: str, environ: Mapping[str, str], *, one_host: bool) -> Key:
 
     Args:
         job: names this step and no other; no secret.
-        environ: the process environment.
         one_host: whether all ranks share a host, so that a temporary directory will do where there is no home.
     Raises:
         LauncherError: there is no secret, or others could have read or written it.

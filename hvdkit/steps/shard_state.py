@@ -117,11 +117,7 @@ def files_in(directory: Path, name: str) -> list[Path]:
 
 
 def require_shared(ranks: Communicator, directory: str, what: str) -> None:
-    """Raise CheckpointError, on every rank, unless all see a directory that rank 0 has made.
-
-    Args:
-        what: they want to do there, for the message.
-    """
+    """Raise CheckpointError, on every rank, unless all see a directory that rank 0 has made; ``what`` they do there."""
     everyone = ranks.gather_texts("sees" if Path(directory).is_dir() else "not", "hvdkit.shared_directory")
     blind = [rank for rank, text in enumerate(everyone) if text == "not"]
     if blind:

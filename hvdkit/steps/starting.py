@@ -24,8 +24,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
     understands), or Horovod was built without MPI, the ranks are connected over Gloo, unless HOROVOD_CONTROLLER=mpi.
 
     Args:
-        horovod: Horovod's module for a framework (``horovod.torch``, ``horovod.tensorflow``).
-        environ: the process environment, ``os.environ``.
+        horovod: Horovod's module for a framework (``horovod.torch``, ``horovod.tensorflow``), or ``Mpi4py``.
     Raises:
         LauncherError: the launcher's environment is incomplete, or this is a worker that a rank started.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
@@ -54,11 +53,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
 
 
 class Mpi4py:
-    """What ``start`` asks of Horovod, answered by mpi4py.
-
-    Args:
-        library: gives ``mpi4py.MPI``, and starts MPI when it is called for the first time.
-    """
+    """What ``start`` asks of Horovod, answered by mpi4py; ``library`` gives its MPI, which the first call starts."""
 
     mpi_built = mpi_enabled = staticmethod(lambda: True)
     gloo_built = is_initialized = staticmethod(lambda: False)

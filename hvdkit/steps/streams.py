@@ -154,7 +154,7 @@ class StreamExchange:
         start: where the pass begins.
     Attributes:
         failure: what it raised; a framework that runs it shows a text of its own.
-        order: a digest of the epoch's first samples, where they are known; 0: not.
+        order: as of a position.
         answered: steps that were agreed on.
     """
 
@@ -244,8 +244,7 @@ class StreamExchange:
     def goes_on_after(self, taken: int) -> bool:
         """Whether there is a step after ``taken`` ones, which the ranks ask each other as soon as they have taken them.
 
-        Raises:
-            Exception: what ``ask`` raised then.
+        It raises what ``ask`` raised then.
         """
         self._wait(taken, None)
         if self.answered <= taken and self.failure is not None:

@@ -28,11 +28,7 @@ def device_bytes() -> float:
 
 
 class LaterNumber:
-    """A number that a GPU still computes, for another thread, whose current stream waits for no other.
-
-    Args:
-        value: a tensor of one number on a GPU, computed by the current stream.
-    """
+    """A number that a GPU's current stream still computes, for another thread, whose own stream waits for no other."""
 
     def __init__(self, value: Any) -> None:
         import torch
@@ -47,13 +43,9 @@ class LaterNumber:
 
 @functools.cache
 def sends_bfloat16(device: str, ranks: int) -> bool:
-    """Whether Horovod adds up PyTorch's bfloat16 as it is; else it goes as float32.
+    """Whether Horovod adds up PyTorch's bfloat16 on "cpu" or "cuda" over so many ranks; else it goes as float32.
 
     ``hvdkit install`` builds functions for it in. One of ``--plain``, or built elsewhere, does not have them.
-
-    Args:
-        device: "cpu" or "cuda", where the tensors are.
-        ranks: over how many it is summed.
     """
     from horovod.torch.mpi_ops import mpi_lib
 

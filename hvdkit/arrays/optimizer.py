@@ -14,8 +14,9 @@ from typing import Any
 from hvdkit.arrays import mpi
 from hvdkit.arrays.layout import Layout
 from hvdkit.arrays.shared_memory import quiet
-from hvdkit.core import auto, listeners
+from hvdkit.core import listeners
 from hvdkit.core.communicator import ALLREDUCE
+from hvdkit.core.compression import CompressionTrial, kinds_of
 from hvdkit.core.layout import FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import passes
@@ -47,7 +48,7 @@ class Reduce:
         self._first = self._layout.buffers[0]
         self._add_up = self._first.in_one_message() if len(self._layout.buffers) == 1 else None
         tries = self._size > 1 and options.compression == "auto" and any(one.packed for one in self._layout.buffers)
-        self._trial = auto.CompressionTrial(auto.kinds_of(bfloat16=True)) if tries else None
+        self._trial = CompressionTrial(kinds_of(bfloat16=True)) if tries else None
         threaded = threaded and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
         self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
         self._heads = mpi.ranks(comm).repeated(ALLREDUCE, self._head)

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from hvdkit.arrays import mpi, shared_memory, tree
 from hvdkit.arrays.shared_memory import SharedSum
-from hvdkit.core.auto import kinds_of
 from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL
-from hvdkit.core.compression import new_packing
+from hvdkit.core.compression import kinds_of, new_packing
 from hvdkit.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]

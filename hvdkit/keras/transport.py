@@ -27,7 +27,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.core import auto, listeners
+from hvdkit.core import listeners
 from hvdkit.core.communicator import (
     ALLGATHER,
     ALLREDUCE,
@@ -38,7 +38,7 @@ from hvdkit.core.communicator import (
     OverMpi,
     end_the_job_with_the_process,
 )
-from hvdkit.core.compression import combine, drop, packing_of
+from hvdkit.core.compression import CompressionTrial, combine, drop, kinds_of, packing_of
 from hvdkit.core.layout import in_buckets
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras import private
@@ -335,10 +335,10 @@ class HostBuffers(Transport):
             sends = self.host_sends_bfloat16(process_set)
             options.require_possible(self.size(), all_ranks=True, over_mpi=True, adds_bfloat16=sends)
         name, ranks = naming(), self.host_ranks(process_set)
-        trial: auto.CompressionTrial | None = None
+        trial: CompressionTrial | None = None
         if options.compression == "auto":
             packs = self.host_packs(replace(options, compression="bf16"))
-            trial = auto.CompressionTrial(auto.kinds_of(bfloat16=packs or self.host_sends_bfloat16(process_set)))
+            trial = CompressionTrial(kinds_of(bfloat16=packs or self.host_sends_bfloat16(process_set)))
 
         def on_host(*buffers: Any) -> list[Array]:
             listeners.ready()

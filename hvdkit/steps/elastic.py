@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdkit.core import auto, listeners
+from hvdkit.core import compression, listeners
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import learning_rate, outer, passes, starting
@@ -154,7 +154,7 @@ class ElasticBase(ABC):
 
     def reset(self) -> None:
         """Called by Horovod after it has started anew."""
-        auto.start_anew()
+        compression.start_anew()
         self._follow_size(self.world.size)
         listeners.go_to(self._steps, self.loader.epoch)
         listeners.follow(self.world)

@@ -25,8 +25,8 @@ class GradientOptions:
         op: "average" (the mean over ranks), "sum", or "adasum".
         compression: how float32 and float64 gradients travel. "none": as they are. "fp16": in half precision, infinite
             beyond 65504. "bf16": in 2 bytes with the range of float32. "int8": in 1 byte, see
-            ``hvdkit.core.compression``. "auto": as "none", "bf16" or "int8", see ``hvdkit.core.auto``. Not with
-            "adasum", but for "fp16".
+            ``hvdkit.core.compression``. "auto": as "none", "bf16" or "int8", see there. Not with "adasum",
+            but for "fp16".
         backward_passes_per_step: backward passes whose gradients are added locally before one allreduce, >= 1.
         gradient_predivide_factor: f > 0 splits the averaging: gradients are divided by f before and by size/f after
             the sum; only with op="average".

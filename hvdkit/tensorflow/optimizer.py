@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.core import auto, compression, listeners
+from hvdkit.core import compression, listeners
 from hvdkit.core.communicator import OverHorovod
 from hvdkit.core.layout import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError, whole
@@ -420,10 +420,10 @@ def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, word: Any) 
 
 
 def _kinds(reduction: Reduction) -> tuple[str, ...]:
-    return auto.kinds_of(bfloat16=reduction.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16())
+    return compression.kinds_of(bfloat16=reduction.process_set.size() <= BFLOAT16_RANKS and _adds_bfloat16())
 
 
-class GraphTrial(auto.CompressionTrial):
+class GraphTrial(compression.CompressionTrial):
     """Tells graphs what was chosen, so that they ask Python no more.
 
     Args:

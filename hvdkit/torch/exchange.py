@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from hvdkit.core import auto
 from hvdkit.core import layout as core_layout
+from hvdkit.core.compression import CompressionTrial, kinds_of
 from hvdkit.core.layout import NO_FLAGS, Flags, joined, said_by_some
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
@@ -111,7 +111,7 @@ class Exchange:
         self.number = next(_NUMBERS)
         self._options, self._layout, self.process_set = options, layout, ranks
         self._reducer = Reducer(ranks, options.compression, options.gradient_predivide_factor)
-        self._trial: auto.CompressionTrial | None = None
+        self._trial: CompressionTrial | None = None
         self._members: dict[int, _Member] = {}
         self._followed: list[weakref.ref[Parameter]] = []
         self._suspended = 0
@@ -367,7 +367,7 @@ class Exchange:
         ranks = TorchRanks(self.process_set)
         devices = {one.device.type for _, one in named}
         adds_bfloat16 = all(sends_bfloat16(kind, self.process_set.size()) for kind in devices)
-        kinds = auto.kinds_of(bfloat16=adds_bfloat16) if self._options.compression == "auto" else ()
+        kinds = kinds_of(bfloat16=adds_bfloat16) if self._options.compression == "auto" else ()
         rows.append(f"tries {kinds}")
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
@@ -378,7 +378,7 @@ class Exchange:
         of_each_rank = ranks.allgather(np.array(mine, dtype=np.int64), "hvdkit.arrival")
         buckets = in_buckets([named[place] for place in core_layout.sorted_alike(of_each_rank)], how, sparse)
         if kinds and self._agreed is None:
-            self._trial = auto.CompressionTrial(kinds)
+            self._trial = CompressionTrial(kinds)
             self._reducer.compression = self._trial.kind
         packs = self._trial is not None or self._reducer.compression == "int8"
         for bucket in buckets:

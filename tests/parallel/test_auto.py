@@ -123,11 +123,11 @@ TIMES = pytest.mark.parametrize(
 
 def check(hk: Any, world: Any, everyone: Any, monkeypatch: Any, how: str, seconds: Any, wanted: str) -> None:
     """That all ranks choose what is wanted, once the root says so, and that every mean before and after is right."""
-    from hvdkit.core import auto, compression
+    from hvdkit.core import compression
 
     others = {"none": 0.1, "bf16": 0.2, "int8": 0.2 if wanted == "int8" else 0.09}
     clock = Clock(seconds if world.rank == world.size - 1 else others)
-    monkeypatch.setattr(auto, "clock", clock)
+    monkeypatch.setattr(compression, "clock", clock)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -184,9 +184,9 @@ def test_a_loop_of_a_graph_takes_turns(hk, world, monkeypatch):
     """One call of a function is the whole trial, and the steps after it."""
     import tensorflow as tf
 
-    from hvdkit.core import auto
+    from hvdkit.core import compression
 
-    monkeypatch.setattr(auto, "clock", Clock({"none": 1.0, "bf16": 0.5, "int8": 0.4}))
+    monkeypatch.setattr(compression, "clock", Clock({"none": 1.0, "bf16": 0.5, "int8": 0.4}))
     of_ranks = np.random.default_rng(0).uniform(-1, 1, (world.size, SIZE)).astype(np.float32)
     variable, given = tf.Variable(tf.zeros(SIZE)), tf.constant(of_ranks[world.rank])
 

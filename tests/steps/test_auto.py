@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from hvdkit.core import auto
+from hvdkit.core import compression
 from hvdkit.core.communicator import Alone
 
 KINDS = ("none", "bf16", "int8")
@@ -14,8 +14,8 @@ KINDS = ("none", "bf16", "int8")
 
 def trial(monkeypatch, kinds, seconds):
     """The kinds that a whole trial went through, and the trial; ``seconds`` says what a step of a kind takes."""
-    made, now, seen = auto.CompressionTrial(kinds), 0.0, []
-    monkeypatch.setattr(auto, "clock", lambda: now)
+    made, now, seen = compression.CompressionTrial(kinds), 0.0, []
+    monkeypatch.setattr(compression, "clock", lambda: now)
     while not made.over:
         made.begin()
         seen.append(made.kind)
@@ -70,8 +70,8 @@ def test_first_steps_and_a_pause_do_not_count(monkeypatch):
 
 
 def test_an_exchange_that_begins_again_is_one(monkeypatch):
-    made, times = auto.CompressionTrial(("none", "int8")), itertools.count()
-    monkeypatch.setattr(auto, "clock", lambda: float(next(times)))
+    made, times = compression.CompressionTrial(("none", "int8")), itertools.count()
+    monkeypatch.setattr(compression, "clock", lambda: float(next(times)))
     for number in range(19):
         for _ in range(1 + number % 2):
             made.begin()
@@ -101,6 +101,6 @@ def test_the_first_rank_says_what_it_found(monkeypatch, caplog):
 def test_other_ranks_try_anew(monkeypatch):
     made, _ = trial(monkeypatch, KINDS, lambda kind, _: {"none": 1.0, "bf16": 0.9, "int8": 0.5}[kind])
     assert made.over and made.kind == "int8"
-    auto.start_anew()
+    compression.start_anew()
     assert not made.over and made.kind == "none"
     assert made.end() is None  # no exchange has begun

@@ -62,9 +62,9 @@ def content(path: Path, *, most: int = MOST_BYTES, unzip: bool = False) -> bytes
         return found
 
 
-def text(path: Path, *, most: int = MOST_BYTES, encoding: str = "utf-8", errors: str = "strict") -> str:
+def text(path: Path, *, errors: str = "strict") -> str:
     """The same as text; UnicodeDecodeError where it is in another encoding."""
-    return content(path, most=most).decode(encoding, errors)
+    return content(path).decode(errors=errors)
 
 
 def text_if_there(path: Path) -> str:

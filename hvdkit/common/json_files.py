@@ -124,20 +124,19 @@ def write(path: Path, document: Document) -> None:
         file.write(text.encode())
 
 
-def read(path: Path, kind: type[T], error: type[HvdkitError] = DataError) -> T:
-    """Read a file of ``write``; where it cannot be read, or is something else, ``error`` is raised."""
+def read(path: Path, kind: type[T]) -> T:
+    """Read a file of ``write``; DataError where it cannot be read, or is something else."""
     try:
-        text = files.content(Path(path))
+        text = files.content(path)
     except FileNotFoundError as problem:
-        missing = DataNotFoundError if error is DataError else error
-        raise missing(f"No file at {str(path)!r}; expected one that '{kind.written_by}' wrote.") from problem
+        raise DataNotFoundError(f"No file at {str(path)!r}; expected one that '{kind.written_by}' wrote.") from problem
     except OSError as problem:
-        raise error(f"{path} cannot be read ({problem.strerror}); give a file of '{kind.written_by}'.") from problem
-    return decode(text, kind, str(path), error)
+        raise DataError(f"{path} cannot be read ({problem.strerror}); give a file of '{kind.written_by}'.") from problem
+    return decode(text, kind, str(path))
 
 
 def decode(text: str | bytes, kind: type[T], name: str, error: type[HvdkitError] = DataError) -> T:
-    """The document of a text; ``name`` says where the text is from, the rest is as in ``read``."""
+    """The document of a text; ``error`` where it is something else, and ``name`` says where it is from."""
 
     def wrong(problem: str) -> HvdkitError:
         return error(

@@ -11,10 +11,13 @@ import ctypes
 import fcntl
 import hmac
 import os
+import re
 import secrets
+import shutil
 import socket
 import socketserver
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
@@ -22,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import LauncherError
-from hvdkit.steps import hosts, meeting, secret
-from hvdkit.steps.launchers import Launched
+from hvdkit.steps import meeting, secret
+from hvdkit.steps.launchers import Launched, hosts_of_job
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "torchrun": ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
@@ -43,7 +46,7 @@ def root_host(launched: Launched, environ: Mapping[str, str]) -> str | None:
         return "127.0.0.1"
     if launched.launcher == "torchrun":
         return environ.get("MASTER_ADDR")
-    listed = hosts.of_job(environ)
+    listed = hosts_of_job(environ)
     return listed[0] if listed else None
 
 
@@ -149,26 +152,26 @@ def _door(place: str, environ: Mapping[str, str], *, one_host: bool) -> tuple[st
     A host may know its own name as 127.0.1.1 (Debian), which the others do not reach: then it is the address with which
     it goes to another host of the job.
     """
-    address = hosts.address(place)
+    address = address_of(place)
     try:
         found = socket.gethostbyname(address)
     except OSError:
         return address, ""
     if one_host or not found.startswith("127."):
         return address, found
-    for other in hosts.of_job(environ)[1:2]:
-        own = hosts.own_address(hosts.address(other))
+    for other in hosts_of_job(environ)[1:2]:
+        own = own_address(address_of(other))
         return own, own
     return address, ""
 
 
-def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.0) -> dict[str, str]:
+def connect(launched: Launched, environ: Mapping[str, str]) -> dict[str, str]:
     """Meet the other ranks and start the rendezvous; a collective, as ``meet``.
 
     Returns:
         The variables that Horovod's ``init`` needs, to be set in ``os.environ``.
     """
-    met = meet(launched, environ, start_rendezvous, "horovod", timeout)
+    met = meet(launched, environ, start_rendezvous, "horovod", timeout=60.0)
     local_rank, local_size, cross_rank, cross_size = met.place(launched.rank)
     return {
         "HOROVOD_HOSTNAME": met.hosts[launched.rank],
@@ -207,6 +210,38 @@ def start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
     _SERVERS.append(server)
     port = server.server_address[1]
     return {"rendezvous": address_with(token, address, port), "port": port}
+
+
+def address_of(host: str) -> str:
+    """A name or address by which a host can be reached: its own name, or what Slurm calls its address.
+
+    Some clusters give their nodes names that no name server knows.
+
+    Source: Slurm, scontrol(1), "show node", NodeAddr.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        scontrol = shutil.which("scontrol")
+        if scontrol is None:
+            return host
+        done = subprocess.run([scontrol, "show", "node", host], capture_output=True, text=True, timeout=30, check=False)
+        found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+        return found[1] if found else host
+    return host
+
+
+def own_address(*others: str) -> str:
+    """The address with which this host goes to the first of these that is not known as 127.0.0.1 or the like.
+
+    A host may know its own name as 127.0.1.1 (Debian), which the others do not reach. Without another: 127.0.0.1.
+    """
+    found = [address for address in map(socket.gethostbyname, others) if not address.startswith("127.")]
+    if not found:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((found[0], 9))  # sends nothing; the kernel chooses the way
+        return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:

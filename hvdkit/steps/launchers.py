@@ -1,4 +1,4 @@
-"""Step 1: which launcher started this process, read from its environment variables.
+"""Step 1: which launcher started this process, and which hosts its job has, read from its environment variables.
 
 A launcher is a row in ``LAUNCHERS``. Rank and size always come from one row. The order is the order of nesting,
 innermost first: what a program starts inside a batch job sets variables beside those of the job, so that
@@ -13,8 +13,10 @@ above this one have had those, too: of several rows, the one whose rank the fewe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,3 +280,70 @@ def _number(row: Launcher, names: tuple[str, ...], environ: Mapping[str, str]) -
                 raise LauncherError(f"{row.name}: {name} must be a number, got {environ[name]!r}.")
             return int(text)
     return None
+
+
+# Which hosts a job has ------------------------------------------------------------------------------------------------
+
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+_PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+"""What is between two commas that are not inside brackets."""
+_NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_NODEFILES = ("PBS_NODEFILE", "COBALT_NODEFILE")
+
+
+def hosts_of_job(environ: Mapping[str, str]) -> list[str]:
+    """The hosts that the batch system gave, each once, in its order; empty where nothing says so.
+
+    They stand in Slurm's node lists, or in the file that PBS_NODEFILE, COBALT_NODEFILE or LSB_DJOB_RANKFILE names.
+
+    Raises:
+        LauncherError: a list or file that cannot be read.
+    """
+    for name in _NODELISTS:
+        if environ.get(name):
+            return expand_hostlist(environ[name])
+    for name in _NODEFILES:
+        if environ.get(name):
+            return list(dict.fromkeys(_lines(name, environ[name])))
+    if environ.get("LSB_DJOB_RANKFILE"):
+        slots = _lines("LSB_DJOB_RANKFILE", environ["LSB_DJOB_RANKFILE"])  # a line for each slot
+        counts = Counter(slots)
+        # With jsrun, the first line is the service node of the batch script: one slot before hosts of many.
+        service_node = slots[0] if slots and counts[slots[0]] == 1 < max(counts.values()) else None
+        return [host for host in counts if host != service_node]
+    return []
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """The hosts of a Slurm host list, in its order: ``n[1-3,7],gpu-[01-02]``.
+
+    Raises:
+        LauncherError: brackets that do not match, or a range that is none.
+    Source: Slurm, scontrol(1), "show hostnames".
+    """
+    if _PART.sub("", hostlist).strip(","):
+        raise LauncherError(f"the host list {hostlist!r} has brackets that do not match.")
+    hosts: list[str] = []
+    for part in filter(None, map(str.strip, _PART.findall(hostlist))):
+        texts = _BRACKETS.split(part)  # every second one stood between brackets
+        choices = [_expanded(text, hostlist) if place % 2 else [text] for place, text in enumerate(texts)]
+        hosts += map("".join, itertools.product(*choices))
+    return hosts
+
+
+def _expanded(ranges: str, hostlist: str) -> list[str]:
+    names = []
+    for piece in ranges.split(","):
+        first, dash, last = piece.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
+            raise LauncherError(f"the host list {hostlist!r} has {piece!r} where a number or a range is due.")
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return names
+
+
+def _lines(name: str, file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise LauncherError(f"{name} names {file}, which cannot be read: {error.strerror}.") from error

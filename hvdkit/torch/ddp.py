@@ -20,7 +20,6 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
 from hvdkit.steps import bootstrap, launchers, meeting, starting
-from hvdkit.steps.hosts import own_address
 from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import private
@@ -121,7 +120,7 @@ def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> mee
 
 def _meet_over(rank: int, gather: Callable[[str], list[str]], broadcast: Callable[[Any], Any]) -> meeting.Meeting:
     by_rank = tuple(gather(socket.gethostname()))
-    own = "127.0.0.1" if len(set(by_rank)) == 1 else own_address(*by_rank)
+    own = "127.0.0.1" if len(set(by_rank)) == 1 else bootstrap.own_address(*by_rank)
     address = broadcast(own)
     told = broadcast(_serve(address, by_rank) if rank == 0 else None)
     return meeting.Meeting(by_rank, address, own, told)

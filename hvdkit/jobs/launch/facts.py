@@ -27,7 +27,6 @@ from hvdkit.jobs.launch.options import Request
 from hvdkit.jobs.launch.recordings import recorder
 from hvdkit.prepare.doctor.probe import cpu_quota
 from hvdkit.prepare.install.here import horovod_directory, mpi_bin, read_record
-from hvdkit.steps import hosts as job_hosts
 from hvdkit.steps import launchers, meeting
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -84,7 +83,7 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     python = own_python()
     path = job_path(environ, python)
     programs, chosen = {}, None
-    here_alone = not request.hosts and (request.hosts_chosen or job_hosts.of_job(environ))
+    here_alone = not request.hosts and (request.hosts_chosen or launchers.hosts_of_job(environ))
     if request.launcher in batch.LINES:
         if (program := batch.find(request.launcher, path, environ)) is not None:
             programs = {request.launcher: program}

@@ -26,7 +26,7 @@ _OF_THE_USER = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
 
 def main(arguments: list[str]) -> None:
     """Become the command, with the environment from standard input, which then has nothing more."""
-    from hvdkit.steps import bootstrap, hosts
+    from hvdkit.steps import bootstrap
 
     words = sys.stdin.buffer.read().split(b"\0")
     if len(words) < 2:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
         os.environb[name] = value
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     root = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition(":")[0]
-    interface = bootstrap.interface_of(hosts.own_address(root))  # it may have another name on each host
+    interface = bootstrap.interface_of(bootstrap.own_address(root))  # it may have another name on each host
     os.environ.update(HOROVOD_GLOO_IFACE=interface, NCCL_SOCKET_IFNAME=interface)
     os.execv("/bin/sh", ["sh", "-c", arguments[0]])  # noqa: S606
 
@@ -94,19 +94,19 @@ def place(named: list[str]) -> dict[str, str]:
         LauncherError: the launcher's environment is incomplete, or a host list cannot be read.
         OSError: a host's name has no address.
     """
-    from hvdkit.steps import bootstrap, hosts, launchers
+    from hvdkit.steps import bootstrap, launchers
 
     launched = launchers.detect(os.environ)
     if launched is None:
         return {}
     found = {"RANK": launched.rank, "LOCAL_RANK": launched.local_rank, "LOCAL_WORLD_SIZE": launched.local_size}
     variables = {name: str(value) for name, value in found.items() if value is not None}
-    addresses = [hosts.address(name) for name in named or hosts.of_job(os.environ)[:2]]
+    addresses = [bootstrap.address_of(name) for name in named or launchers.hosts_of_job(os.environ)[:2]]
     if os.environ["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE"):
         variables["MASTER_ADDR"] = "127.0.0.1"
     elif addresses:
         variables["MASTER_ADDR"] = addresses[0]
-        variables["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(hosts.own_address(*addresses))
+        variables["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(bootstrap.own_address(*addresses))
     port = os.environ.get("MASTER_PORT", "0")
     if launched.rank == 0:
         try:

@@ -13,7 +13,7 @@ from hvdkit.common.commands import shortened
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.launch.model import Host
 from hvdkit.jobs.launch.options import Request
-from hvdkit.steps import hosts as job_hosts
+from hvdkit.steps.launchers import hosts_of_job
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _OPTION = re.compile(rf"({_NAME})(?::([1-9][0-9]*))?")
@@ -110,7 +110,7 @@ def placed(
         LauncherError: the batch job's list cannot be read.
     """
     n, ppn, own = request.n, request.ppn, hostname or socket.gethostname()
-    allocation = job_hosts.of_job(environ)
+    allocation = hosts_of_job(environ)
     if given is not None and allocation:
         known = {name.split(".")[0] for name in allocation}
         for name, _ in given:

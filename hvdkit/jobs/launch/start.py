@@ -23,7 +23,7 @@ from hvdkit.errors import LaunchError
 from hvdkit.jobs.launch import on_host
 from hvdkit.jobs.launch.horovodrun import answer_of
 from hvdkit.jobs.launch.processes import dying_with_parent
-from hvdkit.steps import bootstrap, hosts
+from hvdkit.steps import bootstrap
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> Any:
         others = network.filter_local_addresses(names) if remote is None else remote
         if settings.nics or not others:
             return settings.nics or driver_service.get_local_interfaces(settings)
-        return [bootstrap.interface_of(hosts.own_address(*others))]
+        return [bootstrap.interface_of(bootstrap.own_address(*others))]
 
     def run(settings: Any, nics: Any, env: Any, address: str, command: Any) -> Any:
         nonlocal listen_on

@@ -135,7 +135,7 @@ class CheckpointsBase(ABC):
 
     def _read_random(self, directory: Path) -> Any:
         """By rank; None where there is no file."""
-        return _read_arrays(directory / "random.npy")
+        return read_arrays(directory / "random.npy")
 
     def _position(self, loader: Any) -> dict[str, Any]:
         return {} if loader is None else {"data": self._require_loader(loader).state()}
@@ -241,7 +241,7 @@ class CheckpointsBase(ABC):
             if saved is None:
                 return None, None
             held.update(put=self._read(saved, model, optimizer, **options), extra=self._read_extra(saved.path))
-            held.update(kept=_read_arrays(saved.path / _KEPT), outer=_read_arrays(saved.path / _OUTER))
+            held.update(kept=read_arrays(saved.path / _KEPT), outer=read_arrays(saved.path / _OUTER))
             return saved, self._read_random(saved.path)
 
         saved, states = ranks.on_root(read)
@@ -297,7 +297,7 @@ class CheckpointsBase(ABC):
 _KEPT, _OUTER = "compression.npz", "outer.npz"
 
 
-def _read_arrays(file: Path) -> Any:
+def read_arrays(file: Path) -> Any:
     """The array of a file of NumPy's, or those of an archive by name; None where there is no file."""
     try:
         if not file.exists():

@@ -17,6 +17,7 @@ from hvdkit import CheckpointError, InvalidArgumentError
 from hvdkit.steps.checkpoint import CheckpointDirectory
 from hvdkit.steps.lock import LOCK, WRITER
 from hvdkit.steps.manifest import MANIFEST, verify
+from hvdkit.steps.resume import read_arrays
 
 
 def writer(text):
@@ -324,3 +325,17 @@ def test_any_damage_to_the_newest_is_found_and_the_one_before_taken(tmp_path, se
     found = store.latest()
     assert found.step == 1 and found.skipped[0].startswith("step-0000000002: ")
     assert file.name in found.skipped[0] or file.name == MANIFEST
+
+
+def test_files_of_numpy_are_read_as_they_were_written_or_refused(tmp_path):
+    array, archive = tmp_path / "random.npy", tmp_path / "outer.npz"
+    assert read_arrays(array) is None
+    np.save(array, np.arange(3))
+    np.savez(archive, a=np.arange(4), b=np.ones(2))
+    assert read_arrays(array).tolist() == [0, 1, 2]
+    assert {name: value.tolist() for name, value in read_arrays(archive).items()} == {"a": [0, 1, 2, 3], "b": [1, 1]}
+    np.save(array, np.array([{}]), allow_pickle=True)
+    archive.write_bytes(archive.read_bytes()[:-30])
+    for file in (array, archive):
+        with pytest.raises(CheckpointError, match=f"{file.name} cannot be read"):
+            read_arrays(file)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hvdkit import CheckpointError, InvalidArgumentError, Topology
 from hvdkit.steps import passes
 from hvdkit.steps.shards import Position, Shard, steps_per_epoch, stream_weights
+from hvdkit.steps.streams import StreamInEpochs, StreamPosition, StreamShare
 
 SIZES = {"n_samples": st.integers(1, 300), "size": st.integers(1, 9), "batch_size": st.integers(1, 40)}
 
@@ -207,6 +208,27 @@ def test_a_position_is_kept_as_plain_values_and_belongs_to_its_data():
     for bad in ({**state, "epoch": -1}, {**state, "position": "x"}, {"n_samples": 100, "seed": 1}):
         with pytest.raises(CheckpointError, match="position in the data is none"):
             Position.of(bad, share)
+
+
+def test_a_stream_goes_on_where_its_state_was_taken():
+    def stream(**changed):
+        given = {"remainder": "drop", "buffer": 0, "seed": 1, "by_files": False, **changed}
+        made = StreamInEpochs()
+        made._begin_stream(StreamShare(Topology(0, 2), 5, **given), lambda name: None)
+        return made
+
+    one, other = stream(), stream()
+    one.load_state(StreamPosition(2, 60, 200, order=7).state(one.share))
+    assert one.position == StreamPosition(2, 60, 200, order=7) and one.steps_done == 6
+    other.load_state(one.state())
+    assert other.state() == one.state() and other.require_state(one.state()) == one.position
+    other.set_epoch(2)
+    assert other.position == one.position  # the rest of it
+    other.set_epoch(1)
+    assert other.position == StreamPosition(1) and other.epoch == 1
+    for wrong, match in ((stream(seed=2), "stream had seed=1, this one has 2"), (stream(by_files=True), "stream had")):
+        with pytest.raises(CheckpointError, match=match):
+            wrong.load_state(one.state())
 
 
 def test_a_model_that_is_gone_is_looked_at_no_more():

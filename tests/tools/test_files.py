@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.common.files import complete_or_absent, content, opened, replacing, text
+from hvdkit.common.files import complete_or_absent, content, exists, is_directory, is_file, opened, replacing, text
 from hvdkit.errors import InvalidArgumentError
 
 
@@ -66,3 +66,12 @@ def test_what_is_no_ordinary_file_is_not_replaced_by_one(tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"'.*pipe' is no ordinary file"), replacing(path):
         pytest.fail("it was opened")
     assert path.is_fifo()
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "missing", "file/below", "circle"])
+def test_nothing_is_where_nothing_can_be(tmp_path, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    path = tmp_path / name
+    assert not exists(path) and not is_file(path) and not is_directory(path)
+    assert is_file(tmp_path / "file") and is_directory(tmp_path) and exists(tmp_path) and not is_file(tmp_path)

@@ -20,15 +20,10 @@ NUMBER_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """What compression makes of gradients.
+    """What compression makes of gradients."""
 
-    Attributes:
-        number: bytes of one that travels; one that has fewer keeps them.
-        packing_s: seconds that each costs on a core of the host, from the gradient to the mean.
-    """
-
-    number: float
-    packing_s: float
+    number: float  # bytes of one that travels; one that has fewer keeps them
+    packing_s: float  # seconds that each costs on a core of the host, from the gradient to the mean
 
 
 COMPRESSIONS = {"bf16": Compression(2, 0.75e-9), "int8": Compression(260 / 256, 2e-9)}

@@ -30,21 +30,13 @@ _NAME = 20
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table. Where it is wider than the terminal, text wraps at words, and no number is split.
+    """One table. Where it is wider than the terminal, text wraps at words, and no number is split."""
 
-    Attributes:
-        title: what it is; "" for none.
-        names: of the columns, the most important ones first.
-        rows: a cell for each column; None for what is not known.
-        left: names of the columns of text, which are aligned to the left; the others hold numbers.
-        note: a sentence below; "" for none.
-    """
-
-    title: str
-    names: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    left: Collection[str] = ()
-    note: str = ""
+    title: str  # what it is; "" for none
+    names: Sequence[str]  # of the columns, the most important ones first
+    rows: Sequence[Sequence[object]]  # a cell for each column; None for what is not known
+    left: Collection[str] = ()  # names of the columns of text, which are aligned to the left; the others hold numbers
+    note: str = ""  # a sentence below
 
     @classmethod
     def of(
@@ -96,12 +88,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a command says.
-
-    Attributes:
-        parts: tables and sentences in their order.
-        notes: sentences at the end, what a reader should know.
-    """
+    """What a command says: tables and sentences in their order, and at the end notes, what a reader should know."""
 
     parts: Sequence[Table | str | Text]
     notes: Sequence[str] = ()

@@ -247,12 +247,9 @@ class OverHorovod(Communicator):
 class RepeatedCall:
     """A collective over MPI of the same memory, again and again."""
 
-    run: Callable[[], object]
-    """Carries it out and waits."""
-    begin: Callable[[], Any]
-    """Starts it, and returns MPI's request."""
-    got: Array
-    """What this rank gets."""
+    run: Callable[[], object]  # carries it out and waits
+    begin: Callable[[], Any]  # starts it, and returns MPI's request
+    got: Array  # what this rank gets
 
 
 class OverMpi(Communicator):

@@ -98,8 +98,7 @@ def is_needed(horovod: Any, launched: Launched, environ: Mapping[str, str]) -> b
     over_mpi = wanted != "gloo" and bool(horovod.mpi_built()) and finds_ranks(environ)
     return (
         launched.launcher in _KEYS
-        and launched.size is not None
-        and launched.size > 1
+        and launched.size != 1
         and wanted in ("", "gloo")
         and not over_mpi
         and bool(horovod.gloo_built())

@@ -95,22 +95,15 @@ def require_same_exchange(whole: Fingerprints, gradients: Sequence[str]) -> None
 class DivergenceCheck:
     """When to look at the parameters, and what was seen; the next exchange of gradients compares it.
 
-    Args:
-        untrained: what is known of the model's other state.
-    Attributes:
-        exchanges: how often gradients have been exchanged, the same number on every rank; the caller counts.
-        due: the count at which it calls ``ask``.
-        asks: whether to look before the step that is about to be taken, unless a fingerprint is pending.
-        pending_fingerprint: see ``raise_if_diverged``, that are not compared yet.
-        seen: the other state when it was taken.
+    The caller counts the ``exchanges`` of gradients, as many on every rank, and calls ``ask`` when they are as ``due``.
     """
 
     def __init__(self, untrained: UntrainedState) -> None:
         self.exchanges, self.due = 0, 1
-        self.asks = False
-        self._untrained = untrained
-        self.pending_fingerprint: Fingerprints | None = None
-        self.seen: Seen | None = None
+        self.asks = False  # whether to look before the step that is about to be taken, unless a fingerprint is pending
+        self._untrained = untrained  # what is known of the model's other state
+        self.pending_fingerprint: Fingerprints | None = None  # that is not compared yet
+        self.seen: Seen | None = None  # the other state when it was taken
 
     def ask(self) -> None:
         """It is time to look, before the next step."""
@@ -155,17 +148,13 @@ _SMALL = 16
 class Seen:
     """A rank's untrained state before a step.
 
-    Attributes:
-        rows: "name type shape" of each part.
-        digests: int64 (len(rows),), of the values.
-        values: of the suspects, by row, float64; and the machine epsilon of each one's type, 0 for integers.
-        frozen: rows of weights that are not trained.
+    ``values`` are those of the suspects, float64, each with the machine epsilon of its type, 0 for integers.
     """
 
-    rows: Sequence[str]
-    digests: npt.NDArray[np.int64]
-    values: Mapping[str, tuple[Array, float]] = field(default_factory=dict)
-    frozen: Collection[str] = ()
+    rows: Sequence[str]  # "name type shape" of each part
+    digests: npt.NDArray[np.int64]  # (len(rows),), of the values
+    values: Mapping[str, tuple[Array, float]] = field(default_factory=dict)  # by row
+    frozen: Collection[str] = ()  # rows of weights that are not trained
 
     def mark(self) -> float:
         """An integer below 2**20 that stands for names and values."""

@@ -28,24 +28,17 @@ from hvdkit.errors import LauncherError
 class Launcher:
     """Names of the environment variables that a launcher sets for each process.
 
-    Attributes:
-        name: as users say it.
-        markers: variables that prove that this launcher started the process.
-        rank, size, local_rank, local_size: names to read, the first that is set; () where it sets none, so that MPI or
-            Horovod must say it.
-        proves: a further condition on the environment, or None.
-        local_size_of: reads the local size where no variable holds it as a number; None, or what it returns as None,
-            leaves it to ``local_size``.
+    Of several names the first that is set is read; () where it sets none, so that MPI or Horovod must say it.
     """
 
-    name: str
-    markers: tuple[str, ...]
+    name: str  # as users say it
+    markers: tuple[str, ...]  # variables that prove that this launcher started the process
     rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...] = ()
     local_size: tuple[str, ...] = ()
-    proves: Callable[[Mapping[str, str]], bool] | None = None
-    local_size_of: Callable[[Mapping[str, str]], int | None] | None = None
+    proves: Callable[[Mapping[str, str]], bool] | None = None  # a further condition on the environment
+    local_size_of: Callable[[Mapping[str, str]], int | None] | None = None  # where it says more than ``local_size``
 
 
 @dataclass(frozen=True, slots=True)

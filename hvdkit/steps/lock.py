@@ -46,15 +46,11 @@ _FOR_DEAD_S = 86400.0
 
 
 class _Held:
-    """This process's only descriptor of a ``.lock``, closed when nobody uses it any more.
-
-    Attributes:
-        real: whether the kernel keeps other processes out.
-        mutex: one write at a time in this process, which its own lock does not keep out.
-    """
+    """This process's only descriptor of a ``.lock``, closed when nobody uses it any more."""
 
     def __init__(self, descriptor: int, real: bool) -> None:
-        self.real, self.mutex = real, threading.RLock()
+        self.real = real  # whether the kernel keeps other processes out
+        self.mutex = threading.RLock()  # one write at a time in this process, which its own lock does not keep out
         weakref.finalize(self, _close, descriptor, os.getpid())
 
 

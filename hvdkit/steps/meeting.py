@@ -51,19 +51,12 @@ _ROOT, _VISITOR = "rank 0", "visitor"
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What each rank knows after it.
+    """What each rank knows after it."""
 
-    Attributes:
-        hosts: name of the host of each rank, by rank.
-        address: of rank 0's host, as the other ranks reach it.
-        own_address: of this rank, as rank 0 sees it.
-        told: what rank 0 told, JSON values.
-    """
-
-    hosts: tuple[str, ...]
-    address: str
-    own_address: str
-    told: dict[str, Any]
+    hosts: tuple[str, ...]  # of each rank, by rank
+    address: str  # of rank 0's host, as the other ranks reach it
+    own_address: str  # of this rank, as rank 0 sees it
+    told: dict[str, Any]  # what rank 0 told, JSON values
 
     def place(self, rank: int) -> tuple[int, int, int, int]:
         """(local_rank, local_size, cross_rank, cross_size) of a rank.

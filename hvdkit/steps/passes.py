@@ -119,28 +119,17 @@ def _settle() -> None:
 
 
 class Pass:
-    """One iteration of a loader.
+    """One iteration of a loader, from a position on; ``share`` says which samples are this rank's."""
 
-    Args:
-        passes: of its loader.
-        start, share: its position at the beginning, and which samples are this rank's.
-    Attributes:
-        taken: batches that the loop has got.
-        trained: those of them that it had got when the last step was taken.
-        looks: gradients were switched off.
-        is_open: it may give another batch.
-        has_ended: it gave all its batches.
-        is_counted: somebody counts the batches.
-        exchange: of a stream, what the ranks tell each other in this pass.
-    """
-
-    exchange: Any = None
+    exchange: Any = None  # of a stream, what the ranks tell each other in this pass
 
     def __init__(self, passes: Passes, start: Any, share: Any) -> None:
         self.passes, self.start, self.share = passes, start, share
-        self.taken = self.trained = 0
-        self.looks = self.has_ended = False
-        self.is_open = self.is_counted = True
+        self.taken = 0  # batches that the loop has got
+        self.trained = 0  # those of them that it had got when the last step was taken
+        self.looks = False  # gradients were switched off
+        self.is_open, self.has_ended = True, False  # it may give another batch, or gave all
+        self.is_counted = True  # somebody counts the batches
 
     @property
     def reached(self) -> int:
@@ -190,24 +179,17 @@ class Pass:
 
 
 class Passes:
-    """All passes over one loader since it was made, or was put elsewhere.
-
-    Attributes:
-        base: where the loader was put, a position.
-        trained: the last one in which a step was taken.
-        last: the last one of which the loop got a batch.
-        in_fit: the one that Keras' ``fit`` is in, or was in last.
-    """
+    """All passes over one loader since it was made, or was put elsewhere."""
 
     def __init__(self, base: Any) -> None:
         self.begin_at(base)
 
     def begin_at(self, base: Any) -> None:
-        """Have what comes begin there."""
+        """Have what comes begin at this position."""
         self.base = base
-        self.trained: Pass | None = None
-        self.last: Pass | None = None
-        self.in_fit: Pass | None = None
+        self.trained: Pass | None = None  # the last one in which a step was taken
+        self.last: Pass | None = None  # the last one of which the loop got a batch
+        self.in_fit: Pass | None = None  # the one that Keras' ``fit`` is in, or was in last
         self._before: list[bytes] = []
         self._have_changed = False
         self._begun: WeakSet[Pass] = WeakSet()

@@ -55,19 +55,12 @@ class _OpaqueError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A list, array or table that a data set holds.
+    """A list, array or table that a data set holds."""
 
-    Attributes:
-        name: where it is, such as "Images.files".
-        kind: its length, and of an array type and shape.
-        positions: of the entries that are compared, in order.
-        entry: from a position to the value there.
-    """
-
-    name: str
-    kind: str
-    positions: list[int]
-    entry: Callable[[int], Any]
+    name: str  # where it is, such as "Images.files"
+    kind: str  # its length, and of an array type and shape
+    positions: list[int]  # of the entries that are compared, in order
+    entry: Callable[[int], Any]  # from a position to the value there
 
     def digests(self) -> Any:
         """Of the entries at ``positions``, int64 (m,).

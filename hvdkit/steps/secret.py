@@ -23,11 +23,9 @@ _FIX = f"Give all ranks the same one: export {VARIABLE}=$(openssl rand -hex 32) 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What the ranks of one job step share and nobody else has.
+    """What the ranks of one job step share and nobody else has, 32 bytes.
 
-    Attributes:
-        value: 32 bytes.
-        source: where its secret came from, with some digits of its digest, which must agree on all ranks; for messages.
+    ``source`` says where its secret came from, with some digits of its digest, which must agree on all ranks.
     """
 
     value: bytes = field(repr=False)

@@ -22,20 +22,13 @@ MESSAGE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Numbers of one parameter that one rank updates.
+    """Numbers of one parameter, from ``start`` to ``stop`` in C order, that one rank updates."""
 
-    Attributes:
-        place: of the parameter among those that were divided.
-        start, stop: the numbers, counted in C order.
-        owner: the rank.
-        cut: whether they are not the whole parameter.
-    """
-
-    place: int
+    place: int  # of the parameter among those that were divided
     start: int
     stop: int
-    owner: int
-    cut: bool
+    owner: int  # the rank
+    cut: bool  # whether they are not the whole parameter
 
 
 def divide(sizes: Sequence[int], ranks: int, whole: Collection[int] = ()) -> list[Piece]:

@@ -152,20 +152,16 @@ class StreamExchange:
         total: adds up float64 arrays over the ranks, in whichever thread asks.
         share: this rank's part.
         start: where the pass begins.
-    Attributes:
-        failure: what it raised; a framework that runs it shows a text of its own.
-        order: as of a position.
-        answered: steps that were agreed on.
     """
 
     def __init__(self, total: Total, share: StreamShare, start: StreamPosition) -> None:
         self._total, self._share, self._start = total, share, start
         self._changed = threading.Condition()
-        self.answered = 0
+        self.answered = 0  # steps that were agreed on
         self._ended = False
         self._first_filler: int | None = None
-        self.order = start.order
-        self.failure: Exception | None = None
+        self.order = start.order  # a digest of the epoch's first samples, where they are known
+        self.failure: Exception | None = None  # what it raised; a framework that runs it shows a text of its own
 
     def ask(self, size: int, mark: int, error: Exception | None = None) -> float | None:
         """What each of this rank's samples counts in the next step; None: no rank takes one.

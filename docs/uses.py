@@ -21,7 +21,7 @@ FOR_HVDKIT = {
     "ShardedFiles": "",
     "ShardedState": "exchange",
     "ShardedStream": "failure first_of_all go_to parts reader",
-    "StreamInEpochs": "advance fills goes_on require_state steps_done",
+    "StreamInEpochs": "advance fills goes_on steps_done",
     "StreamPosition": "after next_epoch of state",
     "StreamShare": "facts",
     "Warmup": "after_steps follow go_to",

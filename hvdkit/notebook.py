@@ -180,18 +180,15 @@ class LivingRanks(function.RankServer):
 
 
 class _Cell:
-    """A cell while the ranks run it, seen from the notebook.
-
-    Attributes:
-        number: 0 until the ranks have been given it.
-        deadline: when ``asked`` follows, on ``time.monotonic``; with it, when ranks are no longer waited for.
-        asked: whether the ranks were asked to end it by KeyboardInterrupt.
-    """
+    """A cell while the ranks run it, seen from the notebook."""
 
     def __init__(self, n: int) -> None:
-        self.number = 0
-        self.deadline = float("inf")
-        self.asked = self.interrupted = False
+        self.number = 0  # until the ranks have been given it
+        self.deadline = float(
+            "inf"
+        )  # on time.monotonic: when ``asked`` follows, and then, when ranks are waited for no more
+        self.asked = False  # whether the ranks were asked to end it by KeyboardInterrupt
+        self.interrupted = False
         self._n = n
         self._errors: dict[int, str] = {}  # "" of a rank that has ended it well
         self._stacks: dict[int, str] = {}
@@ -244,14 +241,10 @@ class _Cell:
 
 
 class Notebook:
-    """The magics, and the ranks of this notebook.
-
-    Attributes:
-        ranks: None until some are asked for.
-    """
+    """The magics, and the ranks of this notebook."""
 
     def __init__(self) -> None:
-        self.ranks: LivingRanks | None = None
+        self.ranks: LivingRanks | None = None  # until some are asked for
 
     def magic(self, line: str, cell: str | None = None) -> None:
         """Cells that run on the ranks of a job. ::

@@ -78,17 +78,11 @@ def _fail(message: str, status: int) -> int:
 
 
 class LazyGroup(click.Group):
-    """A group made of a table.
+    """A group made of a table."""
 
-    Attributes:
-        table: name to ("module:function", what it does in a sentence).
-        sections: for ``--help``, heading to the part of the table below it.
-        moved: name of a command that is gone to what does the same now.
-    """
-
-    table: Mapping[str, tuple[str, str]] = {}
-    sections: Mapping[str, Mapping[str, tuple[str, str]]] = {}
-    moved: Mapping[str, str] = {}
+    table: Mapping[str, tuple[str, str]] = {}  # name to ("module:function", what it does in a sentence)
+    sections: Mapping[str, Mapping[str, tuple[str, str]]] = {}  # for --help, heading to the part of the table below it
+    moved: Mapping[str, str] = {}  # name of a command that is gone to what does the same now
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Names, in the order of the table."""

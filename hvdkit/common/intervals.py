@@ -17,7 +17,12 @@ ENOUGH_REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value with its interval; None are its ends where there is one repeat only, which says nothing about noise."""
+    """A value with its interval.
+
+    Attributes:
+        value: the estimate.
+        low, high: ends of the interval; None where there is one repeat only, which says nothing about noise.
+    """
 
     value: float
     low: float | None = None

@@ -108,11 +108,7 @@ class Int8(Packing):
 
     A value becomes one of the two codes beside it, at random and so that the mean is the value. What is not finite
     stays what it is. The noise follows from the rank and from how often it was drawn: a training that goes on with what
-    ``Kept`` has saved rounds as it would have.
-
-    Attributes:
-        kept: what was rounded away and comes with the next gradient, float32 (length,).
-        drawn: how often noise was drawn.
+    ``to_save`` has returned rounds as it would have.
     """
 
     def __init__(self, length: int, rank: int, ranks: int) -> None:
@@ -120,8 +116,8 @@ class Int8(Packing):
         self._part = max(1, -(-length // (ranks * BLOCK))) * BLOCK
         self.row = self._part + 4 * (self._part // BLOCK)
         self._kept = np.zeros(ranks * self._part, np.float32)
-        self.kept = self._kept[:length]
-        self.drawn = 0
+        self.kept = self._kept[:length]  # what was rounded away and comes with the next gradient
+        self.drawn = 0  # how often noise was
         self._packed = np.empty((ranks, self.row), np.uint8)
         self._wide = np.empty(min(_CHUNK, self._part), np.float32)
 
@@ -377,12 +373,10 @@ def kinds_of(*, bfloat16: bool) -> tuple[str, ...]:
 
 
 class CompressionTrial:
-    """Of one ``distribute``; every rank makes the same calls.
+    """Of one ``distribute``; every rank makes the same calls. Gradients travel as its ``kind`` in the next exchange.
 
     Args:
         kinds: of compression; the first is "none", and each rounds more than the one before.
-    Attributes:
-        kind: how gradients travel in the next exchange; it stays once the trial is ``over``.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:

@@ -131,17 +131,11 @@ def agree(ranks: Communicator, table: Digests, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RanksDiffer:
-    """The first place where ranks hold different values.
+    """The first place where ranks hold different values."""
 
-    Attributes:
-        position: index into the named arrays of the ranks that have it.
-        groups: ranks with equal values, the group of the lowest rank first.
-        same_names: False when already the names (or their number) differ, so that the models are not the same.
-    """
-
-    position: int
-    groups: tuple[tuple[int, ...], ...]
-    same_names: bool
+    position: int  # index into the named arrays of the ranks that have it
+    groups: tuple[tuple[int, ...], ...]  # ranks with equal values, the group of the lowest rank first
+    same_names: bool  # False when already the names (or their number) differ, so that the models are not the same
 
 
 def first_difference(tables: Sequence[Digests]) -> RanksDiffer | None:

@@ -22,19 +22,12 @@ Result = TypeVar("Result")
 
 
 class ElasticBase(ABC):
-    """The part of a framework binding's ``ElasticState`` that knows no framework; stands before Horovod's ``State``.
+    """The part of a framework binding's ``ElasticState`` that knows no framework; stands before Horovod's ``State``."""
 
-    Attributes:
-        loader: the sharded data, whose position is committed.
-        schedule: the warmup, or None.
-        world: the ranks that there are now.
-    """
-
-    loader: Any
-    schedule: Any
-    world: Topology
-    _warmup: Any
-    """The class of what ``warmup`` returns."""
+    loader: Any  # the sharded data, whose position is committed
+    schedule: Any  # the warmup, or None
+    world: Topology  # the ranks that there are now
+    _warmup: Any  # the class of what ``warmup`` returns
 
     def _begin(
         self, horovod: Any, ranks: Communicator, *, loader: Any, schedule: Any, rule: str, values: dict[str, Any]

@@ -140,15 +140,10 @@ def wanted(
 
 
 class Weights(ABC):
-    """What an optimizer trains, as ``OuterLoop`` sees it.
+    """What an optimizer trains, as ``OuterLoop`` sees it."""
 
-    Attributes:
-        rows: "name type shape" of each, the same on every rank.
-        sizes: numbers of each.
-    """
-
-    rows: list[str]
-    sizes: list[int]
+    rows: list[str]  # "name type shape" of each, the same on every rank
+    sizes: list[int]  # numbers of each
 
     @abstractmethod
     def get(self, places: Sequence[int]) -> list[Array]:

@@ -85,17 +85,10 @@ class StreamShare:
 
 @dataclass(slots=True)
 class StreamPosition(Position):
-    """Where a training is in a stream.
+    """Where a training is in a stream; ``samples`` are the steps of the epoch times the samples of a full one."""
 
-    Attributes:
-        epoch: the one that is under way, or that is next.
-        samples: steps of the epoch times the samples of a full one.
-        before: the same of all epochs before.
-        order: a digest of the epoch's first samples, where they are known; 0: not.
-    """
-
-    before: int = 0
-    order: int = 0
+    before: int = 0  # the same of all epochs before
+    order: int = 0  # a digest of the epoch's first samples, where they are known; 0: not
 
     def after(self, share: Any, step: int) -> StreamPosition:
         """The position after ``step`` more steps, in the same epoch."""

@@ -92,6 +92,8 @@ def test_gloo_is_needed_where_mpi_would_not_find_the_ranks(monkeypatch):
     assert not bootstrap.is_needed(Horovod(mpi=True, gloo=False), launched, SLURM)
     without_hosts = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     assert not bootstrap.is_needed(Horovod(mpi=True), launched, without_hosts)
+    elsewhere = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "PBS_NODEFILE": "/of/the/first/host/alone"}
+    assert not bootstrap.is_needed(Horovod(mpi=False), detect(elsewhere), elsewhere)
 
 
 def test_keys_tell_job_steps_apart():

@@ -148,8 +148,7 @@ def meet(
 def _door(place: str, environ: Mapping[str, str], *, one_host: bool) -> tuple[str, str]:
     """Where this process finds rank 0, and the address of the interface that rank 0 listens on, "" for all.
 
-    A host may know its own name as 127.0.1.1 (Debian), which the others do not reach: then it is the address with which
-    it goes to another host of the job.
+    Where the first host knows its own name as 127.0.1.1, it is ``own_address``.
     """
     address = address_of(place)
     try:
@@ -186,29 +185,6 @@ def connect(launched: Launched, environ: Mapping[str, str]) -> dict[str, str]:
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(met.told["port"]),
         "HOROVOD_GLOO_IFACE": environ.get("HOROVOD_GLOO_IFACE") or interface_of(met.own_address),
     }
-
-
-def start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
-    """Start a server for the ranks of a job; what HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT must be on each.
-
-    It listens on this host's ``address``, as all ranks reach it; ``by_rank`` are the hosts of the ranks.
-    """
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-    token = secrets.token_hex(16)
-    handler = type("Handler", (RendezvousHandler,), {"parse_request": only_with(token)})
-    server = type("Server", (RendezvousHTTPServer,), SERVER)((address, 0), handler, 0)
-    met = meeting.Meeting(tuple(by_rank), address, address, {})
-    slots = []
-    for rank, host in enumerate(by_rank):
-        local_rank, local_size, cross_rank, cross_size = met.place(rank)
-        slots.append(SlotInfo(host, rank, local_rank, cross_rank, len(by_rank), local_size, cross_size))
-    server.init(slots)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    _SERVERS.append(server)
-    port = server.server_address[1]
-    return {"rendezvous": address_with(token, address, port), "port": port}
 
 
 def address_of(host: str) -> str:
@@ -302,3 +278,26 @@ def only_with(token: str) -> Callable[[Any], bool]:
         return True
 
     return parse_request
+
+
+def start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
+    """Start a server for the ranks of a job; what HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT must be on each.
+
+    It listens on this host's ``address``, as all ranks reach it; ``by_rank`` are the hosts of the ranks.
+    """
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    token = secrets.token_hex(16)
+    handler = type("Handler", (RendezvousHandler,), {"parse_request": only_with(token)})
+    server = type("Server", (RendezvousHTTPServer,), SERVER)((address, 0), handler, 0)
+    met = meeting.Meeting(tuple(by_rank), address, address, {})
+    slots = []
+    for rank, host in enumerate(by_rank):
+        local_rank, local_size, cross_rank, cross_size = met.place(rank)
+        slots.append(SlotInfo(host, rank, local_rank, cross_rank, len(by_rank), local_size, cross_size))
+    server.init(slots)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    _SERVERS.append(server)
+    port = server.server_address[1]
+    return {"rendezvous": address_with(token, address, port), "port": port}

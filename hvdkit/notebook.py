@@ -184,9 +184,8 @@ class _Cell:
 
     def __init__(self, n: int) -> None:
         self.number = 0  # until the ranks have been given it
-        self.deadline = float(
-            "inf"
-        )  # on time.monotonic: when ``asked`` follows, and then, when ranks are waited for no more
+        # On time.monotonic: when ``asked`` follows, and after that, when ranks are waited for no more.
+        self.deadline = float("inf")
         self.asked = False  # whether the ranks were asked to end it by KeyboardInterrupt
         self.interrupted = False
         self._n = n

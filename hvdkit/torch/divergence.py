@@ -44,7 +44,7 @@ def fingerprints(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
     for one in parameters:
         flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
         flat = flat if flat.element_size() > 1 else flat.float()
-        parts = flat.split(_PART if flat.device.type == "cpu" else _PART_ON_GPU)
+        parts = flat.split(_PART if flat.device.type == "cpu" else _PART_ON_GPU)  # type: ignore[no-untyped-call]
         norm = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).norm()
         whole = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
         computed.append(torch.stack([norm, whole / max(len(flat), 1) ** 0.5]))

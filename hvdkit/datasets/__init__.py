@@ -7,10 +7,9 @@ that the user has, or from one verified download per node.
 
 ::
 
-    load(name)                      loading.py     validate, find, read, scale to [0, 1]
+    load(name)                      loading.py     validate, find, read, scale to [0, 1]; layouts, sha256, URLs
     ├── digits, synthetic                          no files needed
     └── mnist, fashion_mnist, cifar10
-        ├── what and from where     sources.py     the table: layouts, sha256, URLs
         ├── read them               formats.py     IDX, npz, CIFAR's batches; of a pickle no code is run
         └── fetch them              download.py    one process per node, under a lock, checksum verified
 

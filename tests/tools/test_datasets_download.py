@@ -22,7 +22,7 @@ import pytest
 import hvdkit
 from hvdkit.datasets import download, load
 from hvdkit.datasets.download import RemoteFile, fetch
-from hvdkit.datasets.sources import SOURCES
+from hvdkit.datasets.loading import SOURCES
 from hvdkit.errors import CorruptDataError, DataError
 
 COMMAND = "python -m hvdkit.datasets mnist --download"
@@ -140,7 +140,7 @@ import hashlib, sys
 from dataclasses import replace
 from hvdkit.datasets import load
 from hvdkit.datasets.download import RemoteFile
-from hvdkit.datasets.sources import SOURCES
+from hvdkit.datasets.loading import SOURCES
 directory, *rows = sys.argv[1:]
 remote = tuple(RemoteFile(*row.split("|")) for row in rows)
 SOURCES["mnist"] = replace(SOURCES["mnist"], remote=remote)

@@ -12,7 +12,7 @@ from timeline_files import write as write_timeline
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.emulate import model_sizes
+from hvdkit.measure import model
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 
 TUTORIAL = [803840, 131584, 33024, 2600]
@@ -130,7 +130,7 @@ def sizes(capsys, *words, status=0):
 def gradients(factory, **wanted):
     """What the process of a model answers, without a process."""
     module, _, name = factory.partition(":")
-    return model_sizes.answer({"module": module, "factory": name, "per": "parameter", "input_shape": None, **wanted})
+    return model.answer({"module": module, "factory": name, "per": "parameter", "input_shape": None, **wanted})
 
 
 def names(answer):
@@ -359,8 +359,8 @@ def test_a_layer_of_two_types_is_two_collectives(nets):
 
 
 def test_a_layer_is_ready_with_the_last_of_its_gradients():
-    ready = [model_sizes.ModelGradient(f"{layer}.{n}", layer, 1, "float32") for n, layer in enumerate("abab")][:3]
-    assert [(one.name, one.elements) for one in model_sizes.by_layer(ready)] == [("b", 1), ("a", 2)]
+    ready = [model.ModelGradient(f"{layer}.{n}", layer, 1, "float32") for n, layer in enumerate("abab")][:3]
+    assert [(one.name, one.elements) for one in model.by_layer(ready)] == [("b", 1), ("a", 2)]
 
 
 def test_a_model_that_learns_its_shapes_from_an_input_can_be_given_one(nets):

@@ -11,7 +11,7 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.common.allreduce import FUSION_BYTES
-from hvdkit.measure import model_factory
+from hvdkit.measure import model
 from hvdkit.measure.plan import memory as terms
 
 NETS = str(Path(__file__).parent / "memory_nets.py")
@@ -34,7 +34,7 @@ def needs_torch(test):
 
 
 def answer_in_fork(process, words):
-    model_factory.reply(importlib.import_module(process).answer, words)
+    model.reply(importlib.import_module(process).answer, words)
 
 
 @pytest.fixture

@@ -7,13 +7,11 @@ network is seen before a model is trained on it.
 ::
 
     cli           what is typed
-    plan ──────── what is replayed: sizes, types, order, gaps, how many steps
-       └── model_sizes   of a user's model, in a process of its own
+    plan ──────── what is replayed: sizes, types, order, gaps, how many steps; of a model: measure.model
     run ───────── from options to a job, and its ranks through ``hvdkit launch``
        ├── worker        what each rank runs: gap, arrival, collective, completion, check
        │     ├── engines    what carries the collectives out, behind one communicator; ring: step by step
        │     └── check      what every rank gives, and what every rank must get
-       ├── rank_files    what ranks are told and what they leave
-       └── results       the file that keeps it
-    analysis ──── bandwidths, percentiles, ranks; show: the table and the plot
+       └── results       what ranks leave, and the file that keeps it
+    analysis ──── bandwidths, percentiles, ranks; the table and the plot
 """

@@ -17,7 +17,7 @@ from hvdkit.common.allreduce import COMPRESSIONS
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.common.units import ITEM_SIZES, count_text, printable
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
-from hvdkit.measure.model_factory import ask
+from hvdkit.measure.model import ask
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"]
 PER = ("parameter", "layer")
@@ -196,18 +196,18 @@ def of_model(
 ) -> tuple[tuple[Collective, ...], str]:
     """The gradients of a model, in the order in which they are ready, and in words how that order was found.
 
-    The model is made in a process of its own (``model_sizes``), so that no framework is loaded here and whatever the
+    The model is made in a process of its own (``measure.model``), so that no framework is loaded here and whatever the
     user's module does stays there.
 
     Args:
-        factory: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, see ``model_factory.make``.
+        factory: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, see ``model.make``.
         per: of ``PER``: one collective per "parameter", or one per "layer" (the parameters of one module together).
         input_shape: of an input of zeros, batch first, where FACTORY gives none.
     Raises:
         InvalidArgumentError: FACTORY cannot be found, fails, or gives no model.
         DataError: the process that makes the model ended without an answer.
     """
-    answer = ask("hvdkit.measure.emulate.model_sizes", factory, per=per, input_shape=input_shape)
+    answer = ask("hvdkit.measure.model", factory, per=per, input_shape=input_shape)
     name = factory.rpartition(":")[2]
     collectives = tuple(Collective(one["name"], one["elements"], one["dtype"]) for one in answer["gradients"])
     return collectives, f"model {name} ({answer['framework']}), per {per}, {answer['order']}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory import Made, framework_of, make, reply, user_code
+from hvdkit.measure.model import Made, framework_of, make, reply, user_code
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:

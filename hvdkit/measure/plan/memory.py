@@ -14,7 +14,7 @@ from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import ITEM_SIZES, bytes_text, change_text, count_text, ranks_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory import ask
+from hvdkit.measure.model import ask
 
 DTYPES = ("float8", "float16", "bfloat16", "float32", "float64")
 STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}

@@ -9,10 +9,9 @@ than there are (``scale``) is estimated, with what is known of the estimate's er
     cli            the command, a table of these three
     steps          steps, batches, learning rates, checkpoints
     memory         a model's memory, term by term, from numbers or
-      live_model     from steps of the user's own model, in a process of its own
+      live_model     from steps of the user's own model, in a process of its own (measure.model)
     scale          a row for each number of ranks
-      compressed     what fewer bytes would give: a step with each compression, and with every=H
-      step_time      what of the communication backward hides, and the wait for the slowest rank
+      step_time      what of the communication backward hides, and the wait for the slowest rank; also in fewer bytes
       network        what an allreduce costs on n ranks
         link           messages and bytes of a ring, and what these cost, fitted to measurements: robust, never negative
 """

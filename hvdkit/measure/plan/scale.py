@@ -19,15 +19,26 @@ from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, 
 from hvdkit.common.intervals import CONFIDENCE, Estimate
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, interval_text, share_text
+from hvdkit.common.units import bytes_text, interval_text, number_text, share_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network
-from hvdkit.measure.plan.compressed import CompressedRow, compared, notes_on, table
 from hvdkit.measure.plan.link import DRAWS, Link, estimated
 from hvdkit.measure.plan.network import CostModel
-from hvdkit.measure.plan.step_time import Delays, Fusion, PredictedExchange, Workload, exchange, gradients, measured
+from hvdkit.measure.plan.step_time import (
+    EVERY,
+    WAYS,
+    CompressedRow,
+    Delays,
+    Fusion,
+    PredictedExchange,
+    Workload,
+    compared,
+    exchange,
+    gradients,
+    measured,
+)
 from hvdkit.observe.lateness import Floats
 
 GROWTH = Estimate(0.024, 0.0085, 0.067)
@@ -193,7 +204,20 @@ def _page(
         cells.append([row.ranks, row.hosts, *words, efficiency])
     names = ("ranks", "hosts", *(f"{name} ms" for name in _TIMES), "efficiency")
     tables = [Table("Prediction with 95% intervals, where there are any", names, cells)]
-    return Page([*lines, *tables, *([table(compressed)] if compressed else [])], notes)
+    if compressed:
+        ways = [*WAYS, EVERY]
+        cells = [
+            [
+                row.ranks,
+                *(f"{number_text(1000 * row.steps[name])} ({share_text(row.efficiency[name])})" for name in ways),
+                row.shortest if row.shortest == "none" else f"{row.shortest}, {row.faster:.3g} times as fast",
+            ]
+            for row in compressed
+        ]
+        titles = ["fp16, bf16" if name == "bf16" else name for name in WAYS]
+        names = ("ranks", *titles, f"every={compressed[0].every}", "shortest compression")
+        tables.append(Table("A step in ms (efficiency), by compression=", names, cells))
+    return Page([*lines, *tables], notes)
 
 
 def _parameters(link: Link) -> str:
@@ -295,7 +319,7 @@ def scale(**given: Any) -> int:
         for row in rows
         if row.step is not None and row.hosts > 1
     ]
-    notes = [*costs.notes, *_notes(replayed, delays, costs, rows, given), *notes_on(compressed)]
+    notes = [*costs.notes, *_notes(replayed, delays, costs, rows, compressed, given)]
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
     for unit, seconds in (("_ms", 1e-3), ("_us", 1e-6)):
         asked = json_files.in_seconds(asked, frozenset(name for name in asked if name.endswith(unit)), seconds)
@@ -337,7 +361,12 @@ def _plan(files: list[EmulateResults], path: Path | None, parameters: int | None
 
 
 def _notes(
-    replayed: ReplayPlan, delays: Delays, costs: CostModel, rows: Sequence[PredictionRow], given: dict[str, Any]
+    replayed: ReplayPlan,
+    delays: Delays,
+    costs: CostModel,
+    rows: Sequence[PredictionRow],
+    compressed: Sequence[CompressedRow],
+    given: dict[str, Any],
 ) -> list[str]:
     """Sentences below the prediction: what is missing, assumed or not measured."""
     own = given["plan"] or given["parameters"]
@@ -376,4 +405,14 @@ def _notes(
             f"Beyond {rows[-1].ranks} ranks a network is needed that was not measured: give --alpha-us and "
             "--bandwidth-gbit, or measure between hosts."
         )
+    if compressed:
+        ms = {name: number_text(1000 * seconds) for name, seconds in compressed[0].packing.items()}
+        every = compressed[0].every
+        notes += [
+            f"Packing is in each step of the second table: {ms['int8']} ms of int8 and {ms['bf16']} ms of fp16 and "
+            "bf16, on a core of the host, with nothing to hide it. Compression over the memory of one host saves "
+            "nothing.",
+            f"every={every} is another guarantee: ranks train apart and average their weights once in {every} steps "
+            "(docs/slow_networks.md). Compare what it learns, not its steps alone.",
+        ]
     return notes

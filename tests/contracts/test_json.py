@@ -228,14 +228,14 @@ def recorded(tmp_path_factory):
     import trace_files
 
     from hvdkit.measure.bench import results as bench
-    from hvdkit.measure.bench.subject import Environment, ScalingAsked
+    from hvdkit.measure.bench.results import Environment, ScalingAsked
 
     folder = tmp_path_factory.mktemp("recorded")
     rng = np.random.default_rng(1)
     jobs = [bench.MeasuredJob(n, at, 1.0, float(4 / n + rng.random() / 50)) for n in (1, 2, 4) for at in range(5)]
     asked = ScalingAsked(("train.py",), (), (1, 2, 4), "strong", 5)
     subject = (asked, Environment("1", "3.11", "Linux", {}, 4), (), ())
-    bench.write(folder / "bench.json", bench.ScalingResults(*subject, jobs))
+    json_files.write(folder / "bench.json", bench.ScalingResults(*subject, jobs))
     json_files.write(folder / "emulate.json", emulate_results.made({400: 1e-3, 80_000: 5e-3}, noise=0.1))
     json_files.write(folder / "sizes.json", emulate_results.from_sizes([4_000_000] * 25))
     events = [*timeline_files.metadata("a", epoch=1_759_000_000_000_000), *timeline_files.allreduce(1, 1000)]

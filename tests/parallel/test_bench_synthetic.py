@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from ranks import missing
 
-from hvdkit.measure.bench.jobs import Jobs
+from hvdkit.jobs.trials import Launch
+from hvdkit.measure.bench import jobs
 from hvdkit.synthetic import benchmark
 
 pytestmark = pytest.mark.parallel
@@ -70,7 +71,8 @@ def test_rank_0_prints_horovods_lines_and_bench_takes_its_steps(tmp_path):
     """With what its ranks print kept in a file."""
     words = ["bench", "synthetic", "--model", "deep", "--no-cuda", "--fp16-allreduce", *SHORT]
     command = ["sh", "-c", 'exec "$@" >> lines.txt', "sh", *HVDKIT, *words]
-    job, found = Jobs(command, lambda n: ["--threads", "1", "--launcher", LAUNCHER], 2, tmp_path)(2)
+    launch = Launch(2, command, ["--threads", "1", "--launcher", LAUNCHER])
+    job, found = jobs.run_job(launch, 2, tmp_path)
     assert job.failure is None and found is not None, job.failure
     require_horovod_lines((tmp_path / "lines.txt").read_text(), 2, "deep")
     assert found.count == 8 and found.parts.communication is not None

@@ -15,8 +15,8 @@ import pytest
 from ranks import missing
 
 from hvdkit.common import json_files
-from hvdkit.measure.bench.subject import Environment
-from hvdkit.measure.emulate import engines, rank_files, results, worker
+from hvdkit.measure.bench.results import Environment
+from hvdkit.measure.emulate import engines, results, worker
 from hvdkit.measure.emulate.check import COLLECTIVES
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults
@@ -161,7 +161,7 @@ def test_int8_is_a_column_beside_none(tmp_path, environment):
         argv("--engine", "mpi", "--sizes", LIST, "--trials", "3", "--compression", "int8", n=2), tmp_path, environment
     )
     assert done.returncode == 0, done.stderr
-    found = results.load(tmp_path / "r.json")
+    found = json_files.read(tmp_path / "r.json", results.EmulateResults)
     assert [one.index for one in found.compressed] == [one.index for one in found.samples] == [0, 1, 2, 3] * 3
     assert all(one.slowest_s > 0 for one in found.compressed)
     assert "p50 int8" in done.stdout and "With int8 a step takes" in done.stdout
@@ -171,7 +171,7 @@ def test_int8_is_a_column_beside_none(tmp_path, environment):
 def test_the_tutorial_s_list_over_the_ring(tmp_path, environment):
     done = run(argv("--engine", "ring", "--sizes", LIST, "--trials", "8"), tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    found = results.load(tmp_path / "r.json")
+    found = json_files.read(tmp_path / "r.json", results.EmulateResults)
     assert found.plan.trials == 8
     assert (found.asked.hosts, found.asked.ppn) == (1, 4)
     assert [one.nbytes for one in found.samples] == [2600, 33024, 131584, 803840] * 8
@@ -203,7 +203,7 @@ def test_a_straggler_is_seen_as_skew_and_not_as_transfer(tmp_path, environment):
     words = ["--engine", "ring", "--sizes", "4000", "--trials", "15", "--straggler", "1:40"]
     done = run(argv(*words, n=2), tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    samples = results.load(tmp_path / "r.json").samples
+    samples = json_files.read(tmp_path / "r.json", results.EmulateResults).samples
     assert statistics.median(one.skew_s for one in samples) > 0.03
     assert sum(one.ranks_s[1] < one.ranks_s[0] for one in samples) > 10
     assert "rank 1 comes last most often" in done.stdout
@@ -228,7 +228,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, environment):
         process.wait()
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    found = results.load(tmp_path / "r.json")
+    found = json_files.read(tmp_path / "r.json", results.EmulateResults)
     trials = [one.trial for one in found.samples[::2]]
     assert len(trials) >= 5
     assert trials == list(range(len(trials)))
@@ -248,13 +248,13 @@ def test_clocks_that_are_hours_apart_do_not_matter(ranks_command, tmp_path):
     asked = EmulateAsked("mpi", 2, hosts=2)
     where = Environment("1", "3.11", "Linux", {}, 2)
     job = EmulateResults(asked, where, [], ReplayPlan((Collective("a", 1000),), trials=5), [])
-    json_files.write(tmp_path / worker.JOB, job)
+    json_files.write(tmp_path / results.JOB, job)
     start, environment = ranks_command(2, "mpi")
     ranks = [sys.executable, "-m", "hvdkit.measure.emulate.worker", str(tmp_path)]
     alone = ["-n", "1"]
     done = run([start[0], *start[3:], *alone, *ranks, ":", *alone, *away, *ranks], tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    joined = rank_files.join(tmp_path, job)
+    joined, _ = results.join(tmp_path, job)
     assert len(joined.samples) == 5
     for one in joined.samples:
         assert one.slowest_s < 60 and one.skew_s + one.transfer_s == pytest.approx(one.slowest_s)
@@ -292,7 +292,7 @@ def test_the_ring_over_four_hosts_is_right_and_never_beats_the_bandwidth_bound(h
     done = run([*hosts.inside(0), *argv(*words, *placed)], tmp_path, environment)
     hosts.clear()
     assert done.returncode == 0, done.stderr
-    found = results.load(tmp_path / "r.json")
+    found = json_files.read(tmp_path / "r.json", results.EmulateResults)
     assert (found.asked.hosts, found.asked.ppn, len(found.samples)) == (4, 1, 2)
     moved = 2 * 3 / 4 * size
     for one in found.samples:

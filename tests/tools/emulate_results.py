@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hvdkit.measure.bench.subject import Environment
+from hvdkit.measure.bench.results import Environment
 from hvdkit.measure.emulate import plan
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
 

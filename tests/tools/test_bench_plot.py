@@ -11,8 +11,9 @@ import pytest
 from bench_machine import Machine, run_bench, saved, use
 
 from hvdkit import cli
+from hvdkit.common import json_files
+from hvdkit.measure.bench import analysis as shown
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench import show as shown
 from hvdkit.measure.bench.analysis import analyse
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -42,7 +43,7 @@ def drawn(draw):
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    draw(axes, analyse(results.load(Path("results.json"))).rows)
+    draw(axes, analyse(json_files.read(Path("results.json"), results.ScalingResults)).rows)
     return axes
 
 

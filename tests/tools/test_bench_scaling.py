@@ -13,15 +13,15 @@ from bench_machine import run_bench as bench
 from explain_jobs import Job, pause_of_all
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text
 from hvdkit.errors import DataError
 from hvdkit.jobs.trials import TrialJob
 from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, causes, otherwise
-from hvdkit.measure.bench.jobs import order
-from hvdkit.measure.bench.measurement import measure
-from hvdkit.measure.bench.subject import ScalingAsked
+from hvdkit.measure.bench.jobs import measure, order
+from hvdkit.measure.bench.results import ScalingAsked
 from hvdkit.observe.step_files import RankTimes, Step
 
 SERIAL = 0.1
@@ -427,7 +427,10 @@ def test_ranks_that_are_missing_are_said(start, capsys):
     write = machine._write
     machine._write = lambda directory, rank, *more: rank == 0 and write(directory, rank, *more)
     assert bench() == 1
-    assert any("of 2 ranks" in (job.failure or "") for job in results.load(Path("results.json")).jobs)
+    assert any(
+        "of 2 ranks" in (job.failure or "")
+        for job in json_files.read(Path("results.json"), results.ScalingResults).jobs
+    )
 
 
 def test_two_points_that_no_law_passes_through_are_not_said_to_be_fitted_exactly(start, capsys):

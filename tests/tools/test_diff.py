@@ -15,8 +15,7 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, DataNotFoundError, InvalidArgumentError
 from hvdkit.measure.bench import results as bench
-from hvdkit.measure.bench.measurement import JobSteps, Parts
-from hvdkit.measure.bench.subject import Environment, ScalingAsked
+from hvdkit.measure.bench.results import Environment, JobSteps, Parts, ScalingAsked
 from hvdkit.read.diff.comparison import diff
 from hvdkit.read.explain.results import JobLaunch
 
@@ -93,7 +92,7 @@ def benched(path, seconds, noise=0.01, repeats=5, mode="strong", asked=(), parts
             jobs.append(bench.MeasuredJob(n, repeat, 1.0, took, steps))
     environment = Environment("1", "3.11", "Linux", {}, 4)
     question = ScalingAsked(("train.py",), (), tuple(sorted({*seconds, *asked})), mode, repeats)
-    bench.write(path, bench.ScalingResults(question, environment, (), (), jobs))
+    json_files.write(path, bench.ScalingResults(question, environment, (), (), jobs))
     return path
 
 

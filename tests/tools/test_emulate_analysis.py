@@ -11,8 +11,7 @@ from hvdkit.common import json_files
 from hvdkit.common.allreduce import bus_factor
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import analysis
-from hvdkit.measure.emulate.analysis import analyse
-from hvdkit.measure.emulate.show import page
+from hvdkit.measure.emulate.analysis import analyse, page
 
 # Bandwidth
 

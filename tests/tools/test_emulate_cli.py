@@ -11,8 +11,8 @@ from hvdkit.common import json_files
 from hvdkit.jobs.launch import facts
 from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.jobs.trials import Launch, TrialJob
-from hvdkit.measure.emulate import rank_files, results, worker
-from hvdkit.measure.emulate.rank_files import RankFiles
+from hvdkit.measure.emulate import results
+from hvdkit.measure.emulate.results import RankFiles
 
 LIST = "803840,131584,33024,2600"
 
@@ -34,13 +34,13 @@ class Ranks:
     def __call__(self, launch, setting, timeout_s):
         self.launches.append((launch, setting, timeout_s))
         folder = Path(launch.command[-1])
-        job = results.load(folder / worker.JOB)
+        job = json_files.read(folder / results.JOB, results.EmulateResults)
         self.jobs.append(job)
         trials = job.plan.trials if self.until is None else self.until
         for rank in range(launch.n):
             host = self.hosts.get(rank, "one")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(rank_files.socket, "gethostname", lambda host=host: host)
+                patch.setattr(results.socket, "gethostname", lambda host=host: host)
                 recorder = RankFiles(folder, rank)
             for trial in range(trials):
                 arrived = [trial + index / 10 + rank / 1000 for index in range(len(job.plan.collectives))]

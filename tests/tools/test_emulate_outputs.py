@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hvdkit import cli
 from hvdkit.common import json_files
-from hvdkit.measure.emulate import show as shown
+from hvdkit.measure.emulate import analysis as shown
 from hvdkit.measure.emulate.analysis import analyse
 
 TUTORIAL = {2600: 0.02, 33024: 0.021, 131584: 0.023, 803840: 0.03}

@@ -17,7 +17,6 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.common.table import Page, Table
 from hvdkit.measure.bench import results as bench_results
-from hvdkit.measure.bench import subject
 
 DATA = Path(__file__).parents[1] / "data"
 HOSTILE = "a\x1b[31m|[red]b[/red]*\u202e"
@@ -87,14 +86,14 @@ def recordings(tmp_path_factory):
             trace_files.write(place / f"trace{number}" / f"trace-{rank}-of-2.json", *events, rank=rank)
         emulated = emulate_results.made({4_000: 1e-4 * length, 40_000_000: 1e-2 * length}, noise=0.1, seed=number)
         json_files.write(place / f"emulated{number}.json", emulated)
-        asked = subject.ScalingAsked(("train.py",), (), (1, 2, 4), "strong", 4)
+        asked = bench_results.ScalingAsked(("train.py",), (), (1, 2, 4), "strong", 4)
         jobs = [
             bench_results.MeasuredJob(ranks, repeat, 1.0, (length + repeat) / ranks)
             for ranks in (1, 2, 4)
             for repeat in range(4)
         ]
-        where = subject.Environment("1", "3.11", "Linux", {}, 4)
-        bench_results.write(place / f"bench{number}.json", bench_results.ScalingResults(asked, where, (), (), jobs))
+        where = bench_results.Environment("1", "3.11", "Linux", {}, 4)
+        json_files.write(place / f"bench{number}.json", bench_results.ScalingResults(asked, where, (), (), jobs))
     for ranks in (2, 4):
         json_files.write(place / f"measured{ranks}.json", plan_scale_measured.results(ranks))
     return {"R": place, "T": DATA / "timelines", "M": DATA / "mpi_profiles"}

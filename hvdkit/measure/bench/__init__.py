@@ -6,14 +6,10 @@ scaling. Here whole jobs are repeated in random order, every number has an inter
 ::
 
     cli            what is typed
-    subject ────── what is measured, and where: command, settings, versions, cores
-    jobs ───────── which job runs next; goes on where an earlier call was interrupted
-       └── measurement  one job: seconds per step and where they go, from the steps that its ranks recorded
-    results        the file that keeps what was measured
-    analysis ───── speed-up, efficiency, causes, remarks
+    jobs ───────── which job runs next; seconds per step and where they go, from the steps that its ranks recorded
+    results        what is measured, and where; the file that keeps it, and what an interrupted call left in it
+    analysis ───── speed-up, efficiency, causes, remarks; tables, the plot
        └── laws         Amdahl, Gustafson and the Universal Scalability Law, fitted
-    show           tables, the plot
 
-``jobs`` takes whatever runs a job as a callable, so that it can be tested without processes. The form of the file is in
-docs/json.md.
+The form of the file is in docs/json.md.
 """

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -28,10 +30,8 @@ from hvdkit.jobs import trials
 from hvdkit.jobs.launch import options
 from hvdkit.jobs.trials import ToldToEnd, ended_by_signals
 from hvdkit.measure.bench import laws, results
-from hvdkit.measure.bench.analysis import analyse
-from hvdkit.measure.bench.jobs import Jobs, go
-from hvdkit.measure.bench.show import draw, page
-from hvdkit.measure.bench.subject import ScalingAsked, describe
+from hvdkit.measure.bench.analysis import analyse, draw, page
+from hvdkit.measure.bench.jobs import go
 from hvdkit.steps import launchers
 from hvdkit.synthetic import benchmark
 
@@ -119,10 +119,13 @@ def scaling(
       hvdkit bench scaling -n 1,2 --weak -o r.json -- hvdkit bench synthetic --model mlp
     """
     require_scipy(_NEEDS_SCIPY)
-    asked = ScalingAsked(command, tuple(options.as_words(where)), ranks, mode, repeats, warmup_steps)
-    subject = describe(asked, [trials.look(n, command, _at(where, n)) for n in ranks])
-    found = results.resume(output, subject)
-    jobs = Jobs(command, lambda n: options.as_words(_at(where, n)), warmup_steps, output.absolute().parent, timeout)
+
+    def at(n: int) -> dict[str, Any]:
+        """What is passed on to ``hvdkit launch`` on so many ranks; a host cannot have more ranks than there are."""
+        return where if where["ppn"] is None else {**where, "ppn": min(where["ppn"], n)}
+
+    asked = results.ScalingAsked(command, tuple(options.as_words(where)), ranks, mode, repeats, warmup_steps)
+    found = results.resume(output, results.describe(asked, [trials.look(n, command, at(n)) for n in ranks]))
 
     def say(sentence: str) -> None:
         click.echo(f"hvdkit bench: {readable(sentence)}", err=True)
@@ -130,24 +133,19 @@ def scaling(
     status = 0
     with ended_by_signals():
         try:
-            go(jobs, found, lambda: results.write(output, found), say)
+            go(found, output, lambda n: trials.Launch(n, command, options.as_words(at(n))), timeout, say)
         except ToldToEnd as ended:
             status = 128 + ended.number
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
     analysis = analyse(found)
-    results.write(output, found, analysis)
+    json_files.write(output, structs.replace(found, summary=analysis))
     page(analysis).print(form, analysis)
     if status != 0:
         say("interrupted; the same command line goes on from here.")
         return status
     say(f"kept in {output}; `hvdkit bench show {shlex.quote(str(output))} --plot scaling.svg` draws it.")
     return 1 if any(row.seconds is None for row in analysis.rows) else 0
-
-
-def _at(where: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """What is passed on to ``hvdkit launch`` on so many ranks; a host cannot have more ranks than there are."""
-    return where if where["ppn"] is None else {**where, "ppn": min(where["ppn"], ranks)}
 
 
 @click.command()
@@ -170,7 +168,7 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     Exit status: 0 success, 1 FILE is something else or the plot cannot be drawn, 2 for bad usage.
     """
     require_scipy(_NEEDS_SCIPY)
-    analysis = analyse(results.load(file))
+    analysis = analyse(json_files.read(file, results.ScalingResults))
     if plot is not None:
         draw(analysis, plot, file)
     page(analysis).print(form, analysis)

@@ -28,10 +28,9 @@ from hvdkit.common.commands import (
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.launch import options
 from hvdkit.measure.emulate import results, run
-from hvdkit.measure.emulate.analysis import analyse
+from hvdkit.measure.emulate.analysis import analyse, draw, page, plan_page
 from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES, ROUNDING
 from hvdkit.measure.emulate.plan import DTYPES, PER, TRIALS, plan_of
-from hvdkit.measure.emulate.show import draw, page, plan_page
 
 SUBCOMMANDS = {
     "sizes": ("hvdkit.measure.emulate.cli:sizes", "List the collectives of a step, and save the plan."),
@@ -280,7 +279,7 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
     """
     _check_plot(plot, file)
-    found = results.load(file)
+    found = json_files.read(file, results.EmulateResults)
     analysis = analyse(found)
     if plot is not None:
         draw(plot, found, analysis)

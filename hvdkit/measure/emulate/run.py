@@ -19,11 +19,10 @@ from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchEr
 from hvdkit.jobs import trials
 from hvdkit.jobs.launch.tuned import Tuned
 from hvdkit.jobs.trials import DEFAULT, Launch, ToldToEnd, ended_by_signals
-from hvdkit.measure.bench import subject
-from hvdkit.measure.emulate import engines, rank_files
+from hvdkit.measure.bench.results import look_around
+from hvdkit.measure.emulate import engines, results
 from hvdkit.measure.emulate.plan import plan_of
 from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, Delay, EmulateAsked, EmulateResults
-from hvdkit.measure.emulate.worker import JOB
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""
@@ -51,18 +50,6 @@ def measure(
 ) -> tuple[EmulateResults, int, str | None]:
     """Make a job of the options of ``hvdkit emulate``, and run it to its end, or to the signal that ends it.
 
-    Args:
-        n: how many ranks.
-        engine: one of ``results.ENGINES``.
-        collective: one of ``check.COLLECTIVES``.
-        compression: see ``EmulateAsked``.
-        fusion: "on", "off", or None for Horovod's own way.
-        warmup_trials, check: see ``EmulateAsked``.
-        straggler: words ``RANK:MS``.
-        delay: ``MS[:RANK[:P]]``.
-        json: where the results are to go, None for nowhere.
-        timeout: seconds after which the job is ended, None for no limit.
-        wanted: where the ranks run; the others choose the plan.
     Returns:
         What all ranks have measured, even where the job failed later; 0, 1 when it did, 128 + N when signal N ended it;
         and why it failed after some trials, with its last lines.
@@ -94,32 +81,40 @@ def measure(
         settings={name: value for name, value in where["variables"].items() if name.startswith("HOROVOD_")},
     )
     engines.refuse(asked, plan)
-    environment, _ = subject.look_around([here])
-    job = EmulateResults(asked, environment, list(here.notes()), plan, [])
+    environment, _ = look_around([here])
+    notes = list(here.notes())
     if asked.fusion:
-        job.notes.append(
+        notes.append(
             "Horovod was given all tensors of a step before the first was waited for, and may have sent several as "
             "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "
             "is the time of all of them, and bandwidths by size say nothing; --fusion off measures each alone."
         )
+    job = EmulateResults(asked, environment, notes, plan, [])
     unfused = Tuned(fusion_threshold_bytes=0) if engine == HOROVOD and fusion == "off" else DEFAULT
     beside = json.absolute().parent if json is not None else Path.cwd() if here.plan.elsewhere else None
-    with _folder(beside) as folder:
-        joined, status, failure = _run(job, folder, Launch(n, (*WORKER, str(folder)), here.options), unfused, timeout)
-    placed = joined.placed
-    if placed:  # where the ranks ran they say themselves: a launcher may fill one host
-        asked = structs.replace(asked, hosts=len(placed), ppn=placed[0] if len(set(placed)) == 1 else None)
-    if 0 < len(placed) < len(here.plan.hosts):
-        job.notes.append(
-            f"The launcher put all {n} ranks on {len(placed)} of the {len(here.plan.hosts)} hosts; give hosts as many "
-            "slots as they are to run ranks, such as --hosts h1:1,h2:1, or --ppn."
-        )
-    job.notes.extend(joined.notes)
-    finished = len(joined.samples) // len(plan.collectives)
+    status, failure = 0, None
+    with _folder(beside) as folder, ended_by_signals():
+        json_files.write(folder / results.JOB, job)
+        try:
+            failure = Launch(n, (*WORKER, str(folder)), here.options)(unfused, timeout).failure
+        except ToldToEnd as ended:
+            status = 128 + ended.number
+        except KeyboardInterrupt:
+            status = 130
+        job, failed = results.join(folder, job)
+    if failure is not None:
+        status = 1
+        if failed is not None:
+            mistake = failed.exit_code == InvalidArgumentError.exit_code
+            raise (InvalidArgumentError if mistake else HvdkitError)(failed.error or "")
+        if not job.samples:
+            raise LaunchError(f"The job {failure}")
+    finished = len(job.samples) // len(plan.collectives)
     if finished < plan.trials:
         why = "It was interrupted" if failure is None else "The job failed"
-        job.notes.append(f"{why}: {finished} of {plan.trials} trials were measured by all ranks.")
-    return structs.replace(job, asked=asked, samples=joined.samples, compressed=joined.compressed), status, failure
+        said = f"{why}: {finished} of {plan.trials} trials were measured by all ranks."
+        job = structs.replace(job, notes=[*job.notes, said])
+    return job, status, failure
 
 
 def _look(engine: str, n: int, where: dict[str, Any]) -> Any:
@@ -134,35 +129,6 @@ def _look(engine: str, n: int, where: dict[str, Any]) -> Any:
         # Horovod here has no MPI, but the engine needs it
         return trials.look(n, WORKER, {**where, "launcher": "mpirun"})
     return here
-
-
-def _run(
-    job: EmulateResults, folder: Path, launch: Launch, tuned: Tuned, timeout: float | None
-) -> tuple[rank_files.Joined, int, str | None]:
-    """Run a job whose ranks leave what they measure in a folder: that, the exit status, and why it failed.
-
-    Raises:
-        HvdkitError: what a rank found wrong.
-        LaunchError: the job failed and nothing was measured.
-    """
-    status, failure = 0, None
-    json_files.write(folder / JOB, job)
-    with ended_by_signals():
-        try:
-            failure = launch(tuned, timeout).failure
-        except ToldToEnd as ended:
-            status = 128 + ended.number
-        except KeyboardInterrupt:
-            status = 130
-        joined = rank_files.join(folder, job)
-    if failure is not None:
-        status = 1
-        if joined.failed is not None:
-            mistake = joined.failed.exit_code == InvalidArgumentError.exit_code
-            raise (InvalidArgumentError if mistake else HvdkitError)(joined.failed.error or "")
-        if not joined.samples:
-            raise LaunchError(f"The job {failure}")
-    return joined, status, failure
 
 
 def _stragglers(texts: tuple[str, ...], n: int) -> dict[int, float]:

@@ -14,17 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdkit.common import json_files
 from hvdkit.errors import DataError, DataNotFoundError, HvdkitError, InvalidArgumentError
-from hvdkit.measure.emulate import engines, results
+from hvdkit.measure.emulate import engines
 from hvdkit.measure.emulate.check import Values
 from hvdkit.measure.emulate.engines import Engine
 from hvdkit.measure.emulate.plan import ReplayPlan
-from hvdkit.measure.emulate.rank_files import RankFiles
-from hvdkit.measure.emulate.results import EmulateAsked
+from hvdkit.measure.emulate.results import JOB, EmulateAsked, EmulateResults, RankFiles
 from hvdkit.steps import launchers
 
-JOB = "job.json"
-"""In the folder of a job: its results, before there is any."""
 _BUSY_SIZE = 48
 
 
@@ -40,7 +38,7 @@ def main(folder: Path) -> int:
     files = None
     try:
         try:
-            job = results.load(folder / JOB)
+            job = json_files.read(folder / JOB, EmulateResults)
         except DataNotFoundError as error:
             raise DataError(
                 f"{folder} is not there on this host: start hvdkit emulate in a directory that all hosts share, or "

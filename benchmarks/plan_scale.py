@@ -24,6 +24,7 @@ from pathlib import Path
 from hvdkit.common import json_files
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
+from hvdkit.measure.plan import link
 from hvdkit.measure.plan import network as model
 from hvdkit.measure.plan.scale import predict
 from hvdkit.measure.plan.step_time import Fusion, Workload, gradients, measured
@@ -53,7 +54,9 @@ def published(path=PUBLISHED):
     """Every published number of the file with its prediction."""
     found = []
     for system in tomllib.loads(path.read_text())["system"]:
-        costs = model.given(system["alpha_us"] * 1e-6, system["gbit"] * 1e9 / 8, system["gpus_per_server"])
+        costs = model.CostModel(ppn=system["gpus_per_server"]).with_network(
+            system["alpha_us"] * 1e-6, system["gbit"] * 1e9 / 8
+        )
         fusion = Fusion(system["threshold_mib"] * 2**20, system["cycle_ms"] / 1000)
         for one in system["model"]:
             layers = one.get("layers") or [[one["parameters"] // one["tensors"], 1.0]] * one["tensors"]
@@ -130,7 +133,7 @@ def compare(directory):
     errors = []
     for size in SIZES:
         times = [one.transfer_s for run in found[PREDICTED] for one in run.samples if one.nbytes == size]
-        taken, predicted = statistics.median(times), costs.allreduce_s(size, PREDICTED)
+        taken, predicted = statistics.median(times), link.estimated(costs.draws_s(size, PREDICTED))
         errors.append(predicted.value / taken - 1)
         held = "yes" if predicted.low <= taken <= predicted.high else "no"
         text = f"{1000 * predicted.value:.3f} [{1000 * predicted.low:.3f}, {1000 * predicted.high:.3f}]"

@@ -17,7 +17,6 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from hvdkit.common.files import complete_or_absent
 from hvdkit.common.units import printable
@@ -62,13 +61,21 @@ def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) ->
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         with os.fdopen(os.open(folder / ".lock", flags, 0o666), "a+", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _fail_like_the_process_before(lock, asked_ns)
+            lock.seek(0)
+            message = lock.read()
+            # Without this, each of 64 ranks on a node without network would wait for its own time-out, in turn.
+            if message and os.fstat(lock.fileno()).st_mtime_ns >= asked_ns:
+                raise DataError(message)
             try:
                 for file in files:
                     if not (folder / file.name).is_file():
                         _download(file, folder, login_node_command)
             except DataError as error:
-                _leave_word(lock, str(error))
+                lock.truncate(0)
+                lock.write(str(error))
+                lock.flush()
+                now_ns = time.time_ns()  # a file server's own clock may differ from that of the processes that compare
+                os.utime(lock.fileno(), ns=(now_ns, now_ns))
                 raise
     except OSError as error:
         raise DataError(
@@ -77,32 +84,13 @@ def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) ->
         ) from error
 
 
-def _fail_like_the_process_before(lock: IO[str], asked_ns: int) -> None:
-    # Without this, each of 64 ranks on a node without network would wait for its own time-out, one after the other.
-    lock.seek(0)
-    message = lock.read()
-    if message and os.fstat(lock.fileno()).st_mtime_ns >= asked_ns:
-        raise DataError(message)
-
-
-def _leave_word(lock: IO[str], message: str) -> None:
-    lock.truncate(0)
-    lock.write(message)
-    lock.flush()
-    now_ns = time.time_ns()  # a file server's own clock may differ from the one of the processes that compare
-    os.utime(lock.fileno(), ns=(now_ns, now_ns))
-
-
 def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
     """Fetch one file into ``folder``; nothing else than what was published is kept."""
     logger.info("downloading %s", file.url)
     digest = hashlib.sha256()
     size = 0
     try:
-        with (
-            complete_or_absent(folder / file.name) as target,
-            _opener().open(file.url, timeout=TIMEOUT_S) as response,
-        ):
+        with complete_or_absent(folder / file.name) as target, _opener().open(file.url, timeout=TIMEOUT_S) as response:
             while chunk := response.read(CHUNK_BYTES):
                 digest.update(chunk)
                 size += target.write(chunk)

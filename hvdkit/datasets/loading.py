@@ -130,9 +130,7 @@ CIFAR10 = DataSource(
     # The binary version: the same images as the python version, and no pickle.
     remote=_remote(
         "https://storage.googleapis.com/mirror.tensorflow.org/www.cs.toronto.edu/~kriz/",
-        {
-            "cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-        },
+        {"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
     ),
     first_labels=(6, 9, 9, 4, 1, 1, 2, 7, 8, 3),
 )

@@ -87,11 +87,7 @@ def _depending(output: Any) -> Iterator[Any]:
 def user_code(what: str, expected: str) -> Iterator[None]:
     """Around what the user's model does: an error of its is one sentence.
 
-    Args:
-        what: that fails, the beginning of the sentence: "the model's forward".
-        expected: the end of it.
-    Raises:
-        InvalidArgumentError: it fails.
+    ``what`` fails is the beginning of the sentence ("the model's forward"), ``expected`` the end of it.
     """
     try:
         yield
@@ -107,7 +103,14 @@ def _find(module: str, factory: str) -> Any:
     if in_file and not path.is_file():
         raise InvalidArgumentError(f"there is no file {module!r}; expected a Python file that makes the model.")
     try:
-        found: Any = _load(path) if in_file else importlib.import_module(module)
+        found: Any
+        if in_file:  # whatever its name is; what lies beside it can be imported
+            sys.path.insert(0, str(path.parent))
+            spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+            sys.modules[path.stem] = found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise InvalidArgumentError(
             f"importing {module!r} failed with {_words(error)}; expected a module that Python finds from the current "
@@ -120,15 +123,6 @@ def _find(module: str, factory: str) -> Any:
             )
         found = getattr(found, part)
     return found
-
-
-def _load(path: Path) -> Any:
-    """A file as a module, whatever its name is; what lies beside it can be imported."""
-    sys.path.insert(0, str(path.parent))
-    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 def make(module: str, name: str, input_shape: Sequence[int] | None) -> Made:
@@ -194,10 +188,9 @@ def framework_of(model: Any) -> str:
 def ask(process: str, model: str, **more: Any) -> dict[str, Any]:
     """What a module answers that is run as ``python -m PROCESS QUESTION REPLY``; its prints are kept off ours.
 
-    Args:
-        process: name of the module; it writes JSON to the file REPLY.
-        model: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``; told apart it is part of QUESTION.
-        more: the rest of QUESTION, which is JSON.
+    QUESTION and what is written to the file REPLY are JSON. ``model``, which is ``MODULE:FACTORY`` or
+    ``FILE.py:FACTORY``, is part of QUESTION, told apart; ``more`` is the rest.
+
     Raises:
         InvalidArgumentError: ``model`` is something else, or what the module found wrong with it.
         DataError: it ended without an answer.
@@ -231,12 +224,7 @@ def ask(process: str, model: str, **more: Any) -> dict[str, Any]:
 
 
 def reply(answer: Callable[[dict[str, Any]], dict[str, Any]], arguments: Sequence[str]) -> None:
-    """Answer the question of ``ask`` into the file that it names; a user's mistake is ``{"error": message}``.
-
-    Args:
-        answer: from the question to the answer.
-        arguments: of the command line: the question as JSON, and the file.
-    """
+    """Answer QUESTION of ``ask`` into the file REPLY, the ``arguments``; a user's mistake is ``{"error": message}``."""
     question, file = arguments
     try:
         said = answer(json.loads(question))
@@ -271,13 +259,7 @@ class ModelGradient(NamedTuple):
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The gradients of a model.
-
-    Returns:
-        framework, order (in words), and gradients: a list of name, elements and dtype.
-    Raises:
-        InvalidArgumentError: the factory cannot be found, fails, or gives no model.
-    """
+    """The gradients of a model: framework, order (in words), and gradients, a list of name, elements and dtype."""
     made = make(question["module"], question["factory"], question["input_shape"])
     framework = framework_of(made.model)
     gradients, order = of_torch(made) if framework == "torch" else (of_keras(made), KERAS)
@@ -357,11 +339,7 @@ def of_torch(made: Made) -> tuple[list[ModelGradient], str]:
 
 
 def of_keras(made: Made) -> list[ModelGradient]:
-    """The gradients of the variables that are trained, the last one first.
-
-    Raises:
-        InvalidArgumentError: the model is not built and no inputs are known, or it does not take them.
-    """
+    """The gradients of the variables that are trained, the last one first."""
     if made.inputs is not None:
         with user_code("the model's call", TAKEN):
             made.called()  # which makes variables that are made in a first call

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hvdkit.common.units import ITEM_SIZES
 from hvdkit.measure.bench.results import Environment
 from hvdkit.measure.emulate import plan
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
@@ -27,7 +28,7 @@ def from_sizes(sizes, dtype="float32", *, names=None, trials=plan.TRIALS, source
     steps = []
     for index, size in enumerate(sizes):
         name = names[index] if names else f"collective{index}"
-        steps.append(plan.Collective(name, plan.elements_of(size, dtype, name), dtype))
+        steps.append(plan.Collective(name, size // ITEM_SIZES[dtype], dtype))
     return plan.ReplayPlan(tuple(steps), trials, source)
 
 

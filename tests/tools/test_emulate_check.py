@@ -6,6 +6,7 @@ import pytest
 from hvdkit import InvalidArgumentError
 from hvdkit.core.communicator import shares
 from hvdkit.core.compression import new_packing
+from hvdkit.measure.emulate import engines
 from hvdkit.measure.emulate.check import EXACT, Values, storage
 from hvdkit.measure.emulate.plan import DTYPES, Collective, ReplayPlan
 from hvdkit.measure.emulate.results import Delay, EmulateAsked
@@ -39,9 +40,11 @@ def test_many_ranks_in_half_precision_can_be_checked_up_to_what_it_holds():
     assert np.array_equal(
         values.expected(0, 0).astype(int), sum(values.given(rank, 0).astype(int) for rank in range(2000))
     )
+    plan = ReplayPlan((Collective("a", 100, "bfloat16"),))
     with pytest.raises(InvalidArgumentError, match=r"over 300 ranks cannot be checked in bfloat16.*--no-check"):
-        Values("allreduce", 100, "bfloat16", 300)
-    assert Values("allreduce", 100, "bfloat16", 300, check=False).given(7, 0).shape == (100,)
+        engines.refuse(EmulateAsked("gloo", 300, hosts=1), plan)
+    engines.refuse(EmulateAsked("gloo", 300, hosts=1, check=False), plan)
+    assert Values("allreduce", 100, "bfloat16", 300).given(7, 0).shape == (100,)
     assert Values("broadcast", 100, "bfloat16", 300).expected(7, 0).shape == (100,)
 
 

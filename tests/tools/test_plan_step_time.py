@@ -137,7 +137,7 @@ def test_of_a_step_the_largest_skew_counts_and_of_measurements_the_one_with_most
 def steps(ranks, costs=None, delays=NONE, **work):
     grads = work.pop("gradients", gradients(plan(*[4_000_000] * 25)))
     work = {"compute_s": 0.3, **work}
-    return predict(costs or model.given(10e-6, 1e9), delays, Workload(grads, **work), ranks)
+    return predict(costs or model.CostModel().with_network(10e-6, 1e9), delays, Workload(grads, **work), ranks)
 
 
 def test_one_rank_is_fully_efficient():
@@ -172,7 +172,7 @@ def test_what_ifs_do_what_they_say():
     unfused = steps([64], fusion=Fusion(0, 1e-3), overlap=False)[0]
     assert unfused.buckets == 25 and apart.buckets == 1
     assert unfused.communication.value == pytest.approx(apart.communication.value + 24 * 126 * 10e-6)
-    faster = steps([64], model.given(10e-6, 1e10), overlap=False)[0]
+    faster = steps([64], model.CostModel().with_network(10e-6, 1e10), overlap=False)[0]
     assert faster.communication.value == pytest.approx(126e-5 + (apart.communication.value - 126e-5) / 10)
 
 

@@ -115,12 +115,7 @@ def _row(
     base = min(samples)
     more = n / base if results.asked.mode == "weak" else 1.0
     speedup = Estimate(1.0, 1.0, 1.0) if n == base else intervals.ratio(samples[base], samples[n], rng, more)
-    row = replace(
-        row,
-        seconds=intervals.median(samples[n], rng),
-        speedup=speedup,
-        efficiency=speedup.scaled(base / n),
-    )
+    row = replace(row, seconds=intervals.median(samples[n], rng), speedup=speedup, efficiency=speedup.scaled(base / n))
     if results.measure != STEPS:
         return row
     steps = sorted((job.steps for job in counted if job.steps is not None), key=lambda steps: steps.step_s)
@@ -293,7 +288,6 @@ def draw(analysis: ScalingSummary, path: Path, *sources: Path) -> None:
         InvalidArgumentError: another ending.
         MissingFrameworkError: Matplotlib is not installed.
     """
-    plot.check(path)
     rows = [row for row in analysis.rows if row.speedup is not None]
     if not rows:
         raise DataError("nothing can be drawn: no job counts; measure with `hvdkit bench scaling` first.")

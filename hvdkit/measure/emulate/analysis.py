@@ -152,8 +152,8 @@ def compressed(results: EmulateResults) -> Floats:
 def band(independent: int) -> float:
     """Half the height of a band that holds the true distribution everywhere at once with 95 % probability.
 
-    Args:
-        independent: samples that tell something new; at least 1 is supposed.
+    ``independent``: samples that tell something new; at least 1 is supposed.
+
     Source: the inequality of Dvoretzky, Kiefer and Wolfowitz (Annals of Mathematical Statistics 27, 1956) with the
         constant of Massart (Annals of Probability 18, 1990): P(sup |F_n - F| > e) <= 2 exp(-2 n e^2).
     """
@@ -199,11 +199,7 @@ def _row_of(results: EmulateResults, size: int | None, rng: np.random.Generator)
 def _times_row(delays: Floats, rng: np.random.Generator, independent: int | None = None, **more: Any) -> TimesRow:
     """A row of delays in seconds, at least one.
 
-    Args:
-        delays: of the row.
-        rng: for the interval of the median.
-        independent: how many of them tell something new, where others repeat them; then there is no interval.
-        more: further fields.
+    ``independent``: how many of them tell something new, where others repeat them; then there is no interval.
     """
     enough = len(delays) if independent is None else independent
     p90, p99, p999 = (
@@ -221,13 +217,9 @@ def _times_row(delays: Floats, rng: np.random.Generator, independent: int | None
 
 
 def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
-    """What a complete step takes: the sum of its collectives' times; where they overlap, the longest one.
+    """What each complete step takes: the sum of its collectives' times; where they overlap, the longest one.
 
-    Args:
-        results: with the samples.
-        seconds: a time of each sample.
-    Returns:
-        One time for each step of which every collective was measured.
+    ``seconds``: a time of each sample.
     """
     _, inverse, counts = np.unique(results.column("trial"), return_inverse=True, return_counts=True)
     found: Floats = np.zeros(len(counts))

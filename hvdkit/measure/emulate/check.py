@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.core.communicator import shares
-from hvdkit.errors import InvalidArgumentError
 
 ALLREDUCE, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL = COLLECTIVES = (
     "allreduce",
@@ -44,37 +43,20 @@ def storage(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def largest(collective: str, dtype: str, ranks: int, *, check: bool = True) -> int:
-    """The largest number that each rank may give.
-
-    Raises:
-        InvalidArgumentError: results are to be checked, and so many ranks have no sums that the type holds exactly.
-    """
-    found = EXACT[dtype] // (ranks if collective in (ALLREDUCE, REDUCE_SCATTER) else 1)
-    if check and found < 1:
-        raise InvalidArgumentError(
-            f"The sum over {ranks} ranks cannot be checked in {dtype}, which holds whole numbers up to "
-            f"{EXACT[dtype]} only; use another type, or --no-check."
-        )
-    return max(1, found)
+def largest(collective: str, dtype: str, ranks: int) -> int:
+    """The largest number that each rank may give, so that the type holds all sums exactly; 0 where there is none."""
+    return EXACT[dtype] // (ranks if collective in (ALLREDUCE, REDUCE_SCATTER) else 1)
 
 
 class Values:
-    """The values of one collective of a plan.
+    """The values of one collective of a plan, of which each rank gives so many elements.
 
-    Args:
-        collective: one of ``COLLECTIVES``.
-        elements: that each rank gives, > 0.
-        dtype: a key of ``EXACT``.
-        ranks: how many, > 0.
-        check: the sums are to be exact; without it values may repeat or overflow.
-    Raises:
-        InvalidArgumentError: so many ranks have no sums that the type holds exactly.
+    They overflow where ``largest`` finds no number: then nothing can be checked.
     """
 
-    def __init__(self, collective: str, elements: int, dtype: str, ranks: int, *, check: bool = True) -> None:
+    def __init__(self, collective: str, elements: int, dtype: str, ranks: int) -> None:
         self._collective, self._dtype, self._ranks = collective, dtype, ranks
-        self._modulus = min(_MOST_VALUES, largest(collective, dtype, ranks, check=check) + 1)
+        self._modulus = min(_MOST_VALUES, max(1, largest(collective, dtype, ranks)) + 1)
         self._mixed = np.empty(elements, np.uint8)
         for start in range(0, elements, _BLOCK):  # positions take eight times the memory
             positions = np.arange(start, min(start + _BLOCK, elements), dtype=np.uint64)

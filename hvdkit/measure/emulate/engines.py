@@ -25,7 +25,7 @@ from hvdkit.measure.emulate import check, ring
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, storage
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, EmulateAsked
-from hvdkit.steps import bootstrap, device, launchers, starting
+from hvdkit.steps import bootstrap, device, hosts, launchers, starting
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.torch_tensors import sends_bfloat16
 
@@ -98,12 +98,7 @@ class Engine:
 
 
 def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
-    """Refuse what the engine cannot do whatever the ranks are, before any is started.
-
-    Raises:
-        InvalidArgumentError: a ring of all-to-alls, a type that the engine does not take, or one whose sums over so
-            many ranks cannot be checked.
-    """
+    """Refuse, before any rank is started, what the engine cannot do whatever the ranks are (InvalidArgumentError)."""
     if asked.engine == RING and asked.collective == ALL_TO_ALL:
         raise InvalidArgumentError(
             "An all-to-all over a ring would send every block through all the ranks between; use --engine mpi, or "
@@ -122,7 +117,11 @@ def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
                 f"{one.name!r} is {one.dtype}, which --engine {asked.engine} does not take; use --engine "
                 f"{' or '.join(others)}, or one of {', '.join(known)}."
             )
-        check.largest(asked.collective, one.dtype, asked.ranks, check=asked.check)
+        if asked.check and not check.largest(asked.collective, one.dtype, asked.ranks):
+            raise InvalidArgumentError(
+                f"The sum over {asked.ranks} ranks cannot be checked in {one.dtype}, which holds whole numbers up to "
+                f"{check.EXACT[one.dtype]} only; use another type, or --no-check."
+            )
         if asked.compression != "none" and one.dtype not in ("float32", "float64"):
             raise InvalidArgumentError(
                 f"{one.name!r} is {one.dtype}, and --compression {asked.compression} is for float32 and float64; leave "
@@ -131,11 +130,8 @@ def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
 
 
 def connect(asked: EmulateAsked, folder: Path) -> Engine:
-    """Connect this rank to the others; a collective.
+    """Connect this rank to the others; a collective. Ranks of torch.distributed meet in ``folder``, which all share.
 
-    Args:
-        asked: names the engine.
-        folder: that all ranks share, where those of torch.distributed meet.
     Raises:
         MissingFrameworkError: the engine's package is not installed here.
         LauncherError: the engine sees other ranks than were started.
@@ -178,11 +174,7 @@ def packed(
 ) -> CollectiveOperation:
     """An allreduce of packed numbers (``core.compression``), of which some are packed while those before travel.
 
-    Args:
-        start: begins an alltoall or an allgather of rows, by a name.
-        name: of these numbers.
-        compression, elements, dtype: how they are packed, and what they are.
-        rank, ranks: this one, and their number.
+    ``start`` begins an alltoall or an allgather of rows, by a name; ``name`` is that of these numbers.
     """
     values = np.empty(elements, dtype)
     parts = [
@@ -316,7 +308,11 @@ def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
     store = distributed.FileStore(str(folder / "store"), size)
     store.set_timeout(patience)
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(store, rank, size)
+        # the one on which this rank reaches the others: Gloo's own guess is that of the host's name
+        store.set(f"host{rank}", socket.gethostname())
+        names = [store.get(f"host{other}").decode() for other in range(size)]
+        others = [name for name in names if name != names[rank]]
+        os.environ["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(hosts.own_address(*others))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
     def operation(index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG001
@@ -385,15 +381,3 @@ def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
     notes = (f"torch.distributed used {backend}.",)
     leave = distributed.destroy_process_group
     return Engine(rank, size, operation, distributed.barrier, leave, notes=notes, compressed=compressed)
-
-
-def _interface(store: Any, rank: int, size: int) -> str:
-    """The network interface on which this rank reaches the others: Gloo's own guess is that of the host's name."""
-    store.set(f"host{rank}", socket.gethostname())
-    names = [store.get(f"host{other}").decode() for other in range(size)]
-    elsewhere = next((name for name in names if name != names[rank]), None)
-    if elsewhere is None:
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((elsewhere, 9))  # sends nothing; the kernel chooses the way
-        return bootstrap.interface_of(probe.getsockname()[0])

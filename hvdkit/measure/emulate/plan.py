@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +55,11 @@ class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
     nbytes: Whole = 0
 
     def __post_init__(self) -> None:
-        found = self.elements * item_size(self.dtype, self.name)
+        if self.dtype not in DTYPES:
+            raise InvalidArgumentError(
+                f"The type of {self.name!r} is {self.dtype!r}; expected one of {', '.join(DTYPES)}."
+            )
+        found = self.elements * ITEM_SIZES[self.dtype]
         if self.nbytes not in (0, found):
             raise InvalidArgumentError(
                 f"{self.name!r} has {self.elements} elements of {self.dtype}, which are {found} bytes, not "
@@ -87,37 +91,9 @@ class ReplayPlan(Document, frozen=True, rename={"nbytes": "bytes"}):
         force_setattr(self, "nbytes", sum(one.nbytes for one in self.collectives))
 
 
-def item_size(dtype: str, name: str) -> int:
-    """Bytes of an element of a type; ``name``: whose type it is.
-
-    Raises:
-        InvalidArgumentError: none of ``DTYPES``.
-    """
-    if dtype not in DTYPES:
-        raise InvalidArgumentError(f"The type of {name!r} is {dtype!r}; expected one of {', '.join(DTYPES)}.")
-    return ITEM_SIZES[dtype]
-
-
-def elements_of(nbytes: int, dtype: str, name: str) -> int:
-    """How many elements of a type these bytes are.
-
-    Raises:
-        InvalidArgumentError: an unknown type, or not a whole number of elements above 0.
-    """
-    item = item_size(dtype, name)
-    if nbytes < 1 or nbytes % item:
-        raise InvalidArgumentError(
-            f"The size of {name!r} is {nbytes} bytes; expected a multiple above 0 of the {item} bytes of a {dtype}, "
-            f"such as {max(1, round(nbytes / item)) * item}."
-        )
-    return nbytes // item
-
-
 def plan_of(**options: Any) -> ReplayPlan:
-    """The plan that options ask for.
+    """The plan that options of ``cli.PLAN_OPTIONS`` ask for, by name; None where one is not given.
 
-    Args:
-        options: of ``cli.PLAN_OPTIONS``, by name; None where one is not given.
     Raises:
         InvalidArgumentError: options that do not go together, or a value that cannot be right.
         DataError: a file that cannot be used.
@@ -130,7 +106,10 @@ def plan_of(**options: Any) -> ReplayPlan:
         if source == "timeline":
             collectives, words = of_timeline(wanted["timeline"])
         elif source == "model":
-            collectives, words = of_model(wanted["model"], wanted.get("per", PER[0]), wanted.get("input_shape"))
+            per, factory = wanted.get("per", PER[0]), wanted["model"]
+            said = ask("hvdkit.measure.model", factory, per=per, input_shape=wanted.get("input_shape"))
+            collectives = tuple(Collective(one["name"], one["elements"], one["dtype"]) for one in said["gradients"])
+            words = f"model {factory.rpartition(':')[2]} ({said['framework']}), per {per}, {said['order']}"
         else:
             collectives, words = _of_sizes(wanted, source)
         plan = ReplayPlan(collectives, source=words)
@@ -184,33 +163,19 @@ def _of_sizes(wanted: Mapping[str, Any], source: str) -> tuple[tuple[Collective,
         while sizes[-1] * factor <= wanted["end"]:
             sizes.append(sizes[-1] * factor)
     dtype = wanted.get("dtype", "float32")
-    named = [(f"layer{number}", size) for number, size in enumerate(sizes, start=1)]
-    found = tuple(Collective(name, elements_of(size, dtype, name), dtype) for name, size in named)
+    item = ITEM_SIZES[dtype]
+    found = []
+    for number, nbytes in enumerate(sizes, start=1):
+        if nbytes % item:
+            raise InvalidArgumentError(
+                f"The size of 'layer{number}' is {nbytes} bytes; expected a multiple above 0 of the {item} bytes of a "
+                f"{dtype}, such as {max(1, round(nbytes / item)) * item}."
+            )
+        found.append(Collective(f"layer{number}", nbytes // item, dtype))
     if source == "begin":
-        return found, "sizes from the least to the greatest"
-    return found[::-1], "a list of sizes, layers from the first to the last, replayed from the last to the first"
-
-
-def of_model(
-    factory: str, per: str = PER[0], input_shape: Sequence[int] | None = None
-) -> tuple[tuple[Collective, ...], str]:
-    """The gradients of a model, in the order in which they are ready, and in words how that order was found.
-
-    The model is made in a process of its own (``measure.model``), so that no framework is loaded here and whatever the
-    user's module does stays there.
-
-    Args:
-        factory: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, see ``model.make``.
-        per: of ``PER``: one collective per "parameter", or one per "layer" (the parameters of one module together).
-        input_shape: of an input of zeros, batch first, where FACTORY gives none.
-    Raises:
-        InvalidArgumentError: FACTORY cannot be found, fails, or gives no model.
-        DataError: the process that makes the model ended without an answer.
-    """
-    answer = ask("hvdkit.measure.model", factory, per=per, input_shape=input_shape)
-    name = factory.rpartition(":")[2]
-    collectives = tuple(Collective(one["name"], one["elements"], one["dtype"]) for one in answer["gradients"])
-    return collectives, f"model {name} ({answer['framework']}), per {per}, {answer['order']}"
+        return tuple(found), "sizes from the least to the greatest"
+    words = "a list of sizes, layers from the first to the last, replayed from the last to the first"
+    return tuple(found[::-1]), words
 
 
 def of_timeline(path: Path) -> tuple[tuple[Collective, ...], str]:

@@ -65,21 +65,16 @@ def replay(
 ) -> None:
     """Do all trials of a job on this rank.
 
-    Args:
-        asked, plan: what all ranks were told.
-        engine: this rank's connection to the others.
-        keep: is given of every trial, but those of the warm-up, when this rank came to each collective and when it had
-            its result.
+    ``keep`` is given of every trial, but those of the warm-up, when this rank came to each collective and when it had
+    its result.
+
     Raises:
-        InvalidArgumentError: the engine cannot do what is asked, the sums cannot be checked, or the sizes do not fit
-            into memory.
+        InvalidArgumentError: the engine cannot do what is asked, or the sizes do not fit into memory.
         WrongResultError: a result is not what it must be.
     """
     collectives = plan.collectives
     try:
-        values = [
-            Values(asked.collective, one.elements, one.dtype, asked.ranks, check=asked.check) for one in collectives
-        ]
+        values = [Values(asked.collective, one.elements, one.dtype, asked.ranks) for one in collectives]
         rounds = {
             "none": [
                 engine.operation(index, asked.collective, one.elements, one.dtype)

@@ -127,23 +127,21 @@ class Link:
 
     def as_json(self) -> dict[str, Any]:
         """For a program; seconds and bytes."""
+        pieces = [{"from_bytes": knot, "s_per_byte": slope, "s_once": step} for knot, slope, step in self.pieces()]
         return {
             "algorithm": self.algorithm,
             "parameters": self.parameters(),
-            "pieces": [
-                {"from_bytes": knot, "s_per_byte": slope, "s_once": step} for knot, slope, step in self.pieces()
-            ],
+            "pieces": pieces,
             "residuals": self.residuals.tolist(),
         }
 
 
 def given(alpha_s: float, bytes_per_s: float, host: Link | None) -> Link:
-    """A network that was not measured; the overhead of a call is the host's, if known.
+    """A network that was not measured; the overhead of a call is that of the host's memory, if known.
 
     Args:
         alpha_s: seconds of a message without content, >= 0.
         bytes_per_s: of one link in one direction, > 0.
-        host: the memory of a host, as it was measured.
     """
     coefficients = np.tile([0.0, alpha_s, 1 / bytes_per_s], (1 + DRAWS, 1))
     if host is not None:
@@ -273,10 +271,7 @@ def solve(relative: Floats, rounds: int = _ROUNDS) -> Floats:
     """Coefficients that are not negative and bring ``relative @ x`` near to 1 in soft-L1.
 
     It is what ``scipy.optimize.least_squares`` finds with this loss and these bounds, in a tenth of the time.
-
-    Args:
-        relative: features divided by the measured seconds, shape (cells, coefficients).
-        rounds: of reweighting.
+    ``relative`` has the features divided by the measured seconds, shape (cells, coefficients).
     """
     with of_extra("analysis", "hvdkit plan scale fits its model with SciPy"):
         from scipy.optimize import nnls
@@ -294,10 +289,7 @@ def solve(relative: Floats, rounds: int = _ROUNDS) -> Floats:
 def _resampled(best: _Candidate, slower: Floats, rng: np.random.Generator) -> Floats:
     """Coefficients of resampled medians; cells are drawn with replacement, too, so that their errors go with them.
 
-    Args:
-        best: the formula.
-        slower: the median of each cell by the resampled one, shape (cells,).
-        rng: draws the cells.
+    ``slower`` is the median of each cell by the resampled one, shape (cells,).
     """
     relative = (best.relative * slower[:, None])[:, best.told]
     drawn = relative[rng.integers(len(relative), size=len(relative))]

@@ -12,12 +12,18 @@ import importlib.util
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.model import Made, framework_of, make, reply, user_code
+
+_ANY_BATCH = (
+    "a model, and a loss function where there is one, that take any batch size (and --device cpu where an operation "
+    "needs values)."
+)
+"""What is expected of what ``--model`` names where a step of it fails."""
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -55,16 +61,15 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 def _optimizer(name: str, parameters: Any) -> Any:
     import torch
 
-    kinds: dict[str, tuple[Any, dict[str, float]]] = {
-        "sgd": (torch.optim.SGD, {}),
-        "momentum": (torch.optim.SGD, {"momentum": 0.9}),
-        "adagrad": (torch.optim.Adagrad, {}),
-        "rmsprop": (torch.optim.RMSprop, {}),
-        "adam": (torch.optim.Adam, {}),
-        "adamw": (torch.optim.AdamW, {}),
+    kinds: dict[str, Any] = {
+        "sgd": torch.optim.SGD,
+        "momentum": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "rmsprop": torch.optim.RMSprop,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
     }
-    kind, options = kinds[name]
-    return kind(parameters, lr=1e-6, **options)
+    return kinds[name](parameters, lr=1e-6, **({"momentum": 0.9} if name == "momentum" else {}))
 
 
 class _Live:
@@ -116,7 +121,7 @@ def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
 
     inputs = _inputs(made, question["batch"])
     with (
-        _failures_told(question["batch"], "cpu"),
+        user_code(f"a step with {count_text(question['batch'], 'sample')} on cpu", _ANY_BATCH),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
     ):
         model = copy.deepcopy(made.model).train()
@@ -141,7 +146,8 @@ def _followed(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
     live.add(own)
     live.add(inputs)
     fused = _fused_attention() if question["device"] == "meta" else nullcontext()
-    with _failures_told(question["batch"], question["device"]), fused, live.following():
+    step = f"a step with {count_text(question['batch'], 'sample')} on {question['device']}"
+    with user_code(step, _ANY_BATCH), fused, live.following():
         _step(made, model, optimizer, inputs)
         live.peak = live.bytes
         with _saved_for_backward(own) as saved:
@@ -183,15 +189,6 @@ def _fused_attention() -> Iterator[None]:
         yield
     finally:
         functions.scaled_dot_product_attention = attention
-
-
-def _failures_told(batch: int, device: str) -> AbstractContextManager[None]:
-    """What the model raises, as one sentence."""
-    return user_code(
-        f"a step with {count_text(batch, 'sample')} on {device}",
-        "a model, and a loss function where there is one, that take any batch size (and --device cpu where an "
-        "operation needs values).",
-    )
 
 
 def _step(made: Made, model: Any, optimizer: Any, inputs: Any) -> None:

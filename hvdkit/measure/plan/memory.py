@@ -145,13 +145,7 @@ def of_numbers(
 
 
 def with_horovod(need: Need, gradient_size: float, fp16_allreduce: bool, fusion_bytes: int) -> Need:
-    """The same with what Horovod adds on several ranks.
-
-    Args:
-        gradient_size: bytes of one number of a gradient.
-        fp16_allreduce: gradients wider than that are copied to half precision.
-        fusion_bytes: of the buffer; it is allocated whole.
-    """
+    """The same with what Horovod adds on several ranks; ``gradient_size``: bytes of one number of a gradient."""
     copies = fp16_allreduce and gradient_size > ITEM_SIZES["float16"]
     compression = round(need.gradients * ITEM_SIZES["float16"] / gradient_size) if copies else 0
     how = {
@@ -230,9 +224,7 @@ def activations(
 def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> tuple[list[str], bool]:
     """Full sentences: what follows for a reader; and whether the memory suffices, which is said only where it is sure.
 
-    Args:
-        need, rows: of one rank, and by number of ranks.
-        capacity: bytes that one rank has; None when it was not said.
+    ``capacity``: bytes that one rank has; None when it was not said.
     """
     found = []
     if any(row.ranks > 1 for row in rows):

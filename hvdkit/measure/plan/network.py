@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import bytes_text, duration_text, share_text
-from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.results import RING, EmulateResults
 from hvdkit.measure.plan import link
-from hvdkit.measure.plan.link import DRAWS, OVERHEAD, Cells, Link, estimated
+from hvdkit.measure.plan.link import DRAWS, OVERHEAD, Cells, Link
 from hvdkit.observe.lateness import Floats
 
 HOST, NETWORK = "host", "network"
@@ -26,7 +23,7 @@ _OFF = 0.5
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What an allreduce costs.
+    """What an allreduce costs: seconds from the last rank's arrival until the last rank is done.
 
     Attributes:
         host: the memory of a host; None where it was not measured.
@@ -37,45 +34,22 @@ class CostModel:
         cores: of that host; None where nothing was measured.
     """
 
-    host: Link | None
-    network: Link | None
-    ppn: int
+    host: Link | None = None
+    network: Link | None = None
+    ppn: int = 1
     notes: tuple[str, ...] = ()
     packed: int = 0
     cores: int | None = None
 
-    def allreduce_s(self, nbytes: int, ranks: int) -> Estimate:
-        """Seconds from the last rank's arrival until the last rank is done.
-
-        Args:
-            nbytes: of each rank's vector, >= 0.
-            ranks: >= 1; one rank has nothing to send: 0.
-        Returns:
-            The median to be expected with the 95 % prediction interval of a median that is measured anew: it holds how
-            sure the parameters are and how far measurements are off the formula. No ends where nothing was measured.
-        Raises:
-            InvalidArgumentError: too many ranks, or a level that is not known.
-        """
-        return estimated(self.draws_s(nbytes, ranks))
-
     def draws_s(self, nbytes: float, ranks: int) -> Floats:
-        """As ``allreduce_s``: the value, and one for each draw, shape (1 + link.DRAWS,)."""
-        if ranks > MOST_RANKS:
-            raise InvalidArgumentError(f"the number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}.")
+        """Of vectors of so many bytes: the median to be expected, and one for each draw, shape (1 + link.DRAWS,).
+
+        The draws hold how sure the parameters are and how far measurements are off the formula (``link.estimated``
+        makes the 95 % prediction interval of them). They are alike where nothing was measured, 0 for one rank. Of a
+        number of ranks for which ``why_not`` gives a reason nothing can be asked.
+        """
         if ranks == 1 or nbytes == 0:
             return np.zeros(1 + DRAWS)
-        if self._level(ranks) == HOST and self.host is None:
-            raise InvalidArgumentError(
-                f"{ranks} ranks fit on one host of {self.ppn}, and only a network is known: add a measurement on "
-                "one host, or ask for more ranks, or for --ppn 1."
-            )
-        if self._level(ranks) == NETWORK and self.network is None:
-            raise InvalidArgumentError(
-                f"{ranks} ranks need {self.hosts(ranks)} hosts of {self.ppn} each, and only the memory of one host was "
-                f"measured, which says nothing about a network: measure between hosts with 'hvdkit emulate --hosts', "
-                "give the network's own with --alpha-us and --bandwidth-gbit, or say with --ppn that one host holds "
-                "more."
-            )
         # a ring goes at the pace of its slower level
         found: Floats = np.stack([known.seconds(nbytes, ranks) for known in self._links(ranks).values()]).max(axis=0)
         return found
@@ -90,7 +64,7 @@ class CostModel:
         return max(1, 0 if known is None else known.ranks)
 
     def why_not(self, ranks: int) -> str | None:
-        """Why the model does not hold for so many ranks although their level is known; None where it does."""
+        """Why there is no number for so many ranks; None where there is one."""
         crowd = min(ranks, self.ppn)
         if self.cores is not None and crowd > max(self.cores, self.packed):
             return (
@@ -104,6 +78,20 @@ class CostModel:
                     f"Half of the times measured {_WHERE[level]} are more than {share_text(off)} off what the best "
                     "formula says, so that it does not describe them; measure on a machine that does nothing else."
                 )
+        if ranks > MOST_RANKS:
+            return f"the number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}."
+        if ranks > 1 and self._level(ranks) == HOST and self.host is None:
+            return (
+                f"{ranks} ranks fit on one host of {self.ppn}, and only a network is known: add a measurement on "
+                "one host, or ask for more ranks, or for --ppn 1."
+            )
+        if ranks > 1 and self._level(ranks) == NETWORK and self.network is None:
+            return (
+                f"{ranks} ranks need {self.hosts(ranks)} hosts of {self.ppn} each, and only the memory of one host was "
+                f"measured, which says nothing about a network: measure between hosts with 'hvdkit emulate --hosts', "
+                "give the network's own with --alpha-us and --bandwidth-gbit, or say with --ppn that one host holds "
+                "more."
+            )
         return None
 
     def _level(self, ranks: int) -> str:
@@ -117,19 +105,6 @@ class CostModel:
     def with_network(self, alpha_s: float, bytes_per_s: float) -> CostModel:
         """The model with a network that is given: see ``link.given``."""
         return replace(self, network=link.given(alpha_s, bytes_per_s, self.host))
-
-    def as_json(self) -> dict[str, Any]:
-        """For a program; seconds and bytes."""
-        levels = {HOST: self.host, NETWORK: self.network}
-        return {
-            "ppn": self.ppn,
-            "levels": {name: None if known is None else known.as_json() for name, known in levels.items()},
-        }
-
-
-def given(alpha_s: float, bytes_per_s: float, ppn: int = 1) -> CostModel:
-    """A model of a network that was not measured: no intervals."""
-    return CostModel(None, None, ppn).with_network(alpha_s, bytes_per_s)
 
 
 def fit(results: Sequence[EmulateResults], *, ppn: int | None = None) -> CostModel:
@@ -202,9 +177,7 @@ def _cells(level: str, results: Sequence[EmulateResults]) -> Cells:
         if asked.ranks == 1 or (asked.hosts > 1) != (level == NETWORK):
             continue
         for sample in one.samples:
-            if not 0 <= sample.transfer_s < math.inf:
-                raise DataError(f"a measured time is {sample.transfer_s!r}; expected seconds of at least 0.")
-            if sample.nbytes > 0 and sample.transfer_s > 0:
+            if sample.transfer_s > 0:
                 found.setdefault((asked.ranks, sample.nbytes), []).append(sample.transfer_s)
     return {key: np.array(times) for key, times in sorted(found.items())}
 

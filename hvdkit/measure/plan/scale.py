@@ -110,31 +110,17 @@ class PlannedScale(Document, frozen=True):
 
 
 def predict(model: CostModel, delays: Delays, work: Workload, ranks: Sequence[int]) -> list[PredictionRow]:
-    """A row for each number of ranks; without numbers, and with the reason, where the model refuses so many.
-
-    Args:
-        model: what an allreduce costs.
-        delays: how far apart ranks arrive.
-        work: what a rank does.
-        ranks: each >= 1.
-    """
+    """A row for each number of ranks; without numbers, and with the reason, where the model refuses so many."""
     rows = []
     for n in ranks:
-        try:
-            refused = model.why_not(n)
-            found = _row(model, delays, work, n, np.random.default_rng([0, n])) if not refused else None
-        except InvalidArgumentError as error:
-            found, refused = None, str(error)
-        rows.append(found or PredictionRow(n, model.hosts(n), refused=refused))
+        refused = model.why_not(n)
+        row = PredictionRow(n, model.hosts(n), refused=refused)
+        rows.append(row if refused else _row(model, delays, work, n, np.random.default_rng([0, n])))
     return rows
 
 
 def _row(model: CostModel, delays: Delays, work: Workload, n: int, rng: np.random.Generator) -> PredictionRow:
-    """The prediction for ``n`` ranks with its intervals; ``rng`` resamples the delays. The others: as in ``predict``.
-
-    Raises:
-        InvalidArgumentError: as ``CostModel.draws_s``.
-    """
+    """The prediction for ``n`` ranks with its intervals; ``rng`` resamples the delays."""
     known: dict[float, Floats] = {}
 
     def cost(draw: int, nbytes: float) -> float:
@@ -325,7 +311,12 @@ def scale(**given: Any) -> int:
         asked = json_files.in_seconds(asked, frozenset(name for name in asked if name.endswith(unit)), seconds)
     if given["figure"] is not None:
         plot.write(given["figure"], lambda axes: _draw(axes, rows), size=(6, 4))
-    found = PlannedScale(costs.as_json(), asked, tuple(rows), tuple(compressed), tuple(notes))
+    levels = {network.HOST: costs.host, network.NETWORK: costs.network}
+    model = {
+        "ppn": costs.ppn,
+        "levels": {name: None if level is None else level.as_json() for name, level in levels.items()},
+    }
+    found = PlannedScale(model, asked, tuple(rows), tuple(compressed), tuple(notes))
     _page(costs, rows, compressed, notes).print(given["form"], found)
     return 0
 
@@ -340,7 +331,7 @@ def _model(files: list[EmulateResults], given: dict[str, Any]) -> CostModel:
             "there is nothing to predict from: give --fit with files of 'hvdkit emulate --json', or a network with "
             "both --alpha-us and --bandwidth-gbit."
         )
-    costs = network.fit(files, ppn=given["ppn"]) if files else CostModel(None, None, given["ppn"] or 1)
+    costs = network.fit(files, ppn=given["ppn"]) if files else CostModel(ppn=given["ppn"] or 1)
     return costs if alpha_us is None else costs.with_network(alpha_us * 1e-6, gbit * 1e9 / 8)
 
 

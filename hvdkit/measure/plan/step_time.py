@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -104,11 +104,7 @@ def gradients(plan: ReplayPlan, number: float = math.inf) -> tuple[Gradient, ...
     """The gradients of a plan, in its order.
 
     With gaps in the plan, a gradient is ready when the gaps up to its own have passed, of all gaps together. Without
-    any, each takes the same share of backward.
-
-    Args:
-        plan: of ``hvdkit emulate sizes``.
-        number: bytes in which a floating-point number is sent that has more.
+    any, each takes the same share of backward. A floating-point number that has more bytes is sent in ``number``.
     """
     gaps = [one.gap_s for one in plan.collectives]
     if not any(gaps):
@@ -133,7 +129,6 @@ def exchange(
     Args:
         grads: in the order in which they become ready.
         backward_s: seconds that backward takes; 0: all are ready at once and nothing is hidden.
-        fusion: of Horovod.
         seconds: that an allreduce of so many bytes takes.
     """
     buckets: list[float] = []
@@ -275,15 +270,9 @@ def compared(
     busy, and nothing is taken to hide it.
 
     Args:
-        model: what an allreduce costs.
-        delays: how far apart ranks arrive.
-        plan: the gradients as they are.
-        work: what a rank does besides, with a time of computation.
-        n: how many ranks.
+        work: with a time of computation; ``plan`` has the gradients as they are.
         every: >= 1, steps between two averages of the weights, behind which nothing is computed.
         growth: of a step that has so many ranks.
-    Raises:
-        InvalidArgumentError: as ``CostModel.draws_s``.
     """
     cost = functools.cache(lambda nbytes: float(model.draws_s(nbytes, n)[0]))
     compute = work.compute_s or 0.0
@@ -293,16 +282,13 @@ def compared(
     for name, how in WAYS.items():
         sent, fusion = gradients(plan, how.number), work.fusion
         if name == "int8":
-            part = AT_ONCE * how.number
-            sent, fusion = tuple(_in_parts(sent, part)), replace(fusion, threshold=part)
+            fusion, parts = replace(fusion, threshold=AT_ONCE * how.number), list[Gradient]()
+            for one in sent:
+                count = max(1, math.ceil(one.nbytes / fusion.threshold))
+                parts += [replace(one, nbytes=one.nbytes / count)] * count
+            sent = tuple(parts)
         exposed[name] = exchange(sent, work.hiding_s, fusion, cost).exposed_s + packing[name]
     steps = {name: growth * (compute + exposed[name] + delays.expected_s(n)) for name in (*WAYS, EVERY)}
     shortest = min(WAYS, key=lambda name: steps[name])
     efficiency = {name: compute / step for name, step in steps.items()}
     return CompressedRow(n, every, steps, packing, efficiency, shortest, steps["none"] / steps[shortest])
-
-
-def _in_parts(sent: Iterable[Gradient], part: float) -> Iterable[Gradient]:
-    for one in sent:
-        count = max(1, math.ceil(one.nbytes / part))
-        yield from itertools.repeat(replace(one, nbytes=one.nbytes / count), count)

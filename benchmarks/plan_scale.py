@@ -24,7 +24,6 @@ from pathlib import Path
 from hvdkit.common import json_files
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
-from hvdkit.measure.plan import link
 from hvdkit.measure.plan import network as model
 from hvdkit.measure.plan.scale import predict
 from hvdkit.measure.plan.step_time import Fusion, Workload, gradients, measured
@@ -133,7 +132,7 @@ def compare(directory):
     errors = []
     for size in SIZES:
         times = [one.transfer_s for run in found[PREDICTED] for one in run.samples if one.nbytes == size]
-        taken, predicted = statistics.median(times), link.estimated(costs.draws_s(size, PREDICTED))
+        taken, predicted = statistics.median(times), model.estimated(costs.draws_s(size, PREDICTED))
         errors.append(predicted.value / taken - 1)
         held = "yes" if predicted.low <= taken <= predicted.high else "no"
         text = f"{1000 * predicted.value:.3f} [{1000 * predicted.low:.3f}, {1000 * predicted.high:.3f}]"

@@ -5,14 +5,14 @@ from emulate_results import ENVIRONMENT
 
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateAsked, EmulateResults, Sample
-from hvdkit.measure.plan import link
+from hvdkit.measure.plan import network
 
 SIZES = tuple(2**power for power in range(16, 25))
 ALPHA, BETA, OVERHEAD = 40e-6, 8e-9, 150e-6
 
 
-def seconds(nbytes, n, alpha=ALPHA, beta=BETA, overhead=OVERHEAD, algorithm=link.RING):
-    return overhead + alpha * link.messages(n, algorithm) + beta * link.moved(nbytes, n)
+def seconds(nbytes, n, alpha=ALPHA, beta=BETA, overhead=OVERHEAD, algorithm=network.RING):
+    return overhead + alpha * network.messages(n, algorithm) + beta * network.moved(nbytes, n)
 
 
 def results(n, *, hosts=None, known=True, noise=0.02, trials=20, sizes=SIZES, seed=0, spoil=None,

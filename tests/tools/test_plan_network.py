@@ -14,7 +14,6 @@ from plan_scale_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate.results import EmulateResults
-from hvdkit.measure.plan import link
 from hvdkit.measure.plan import network as model
 
 RANKS = st.integers(1, 100_000)
@@ -23,18 +22,18 @@ BYTES = st.integers(1, 1 << 40)
 
 @pytest.mark.parametrize(("n", "messages", "moved"), [(1, 0, 0), (2, 2, 100), (4, 6, 150), (5, 8, 160)])
 def test_a_ring_is_that_of_the_literature(n, messages, moved):
-    assert (link.messages(n), link.moved(100, n)) == (messages, moved)
+    assert (model.messages(n), model.moved(100, n)) == (messages, moved)
 
 
 @given(BYTES, RANKS)
 def test_a_rank_more_or_a_byte_more_never_costs_less(nbytes, n):
-    assert link.messages(n + 1) >= link.messages(n)
-    assert link.moved(nbytes, n + 1) >= link.moved(nbytes, n) and link.moved(nbytes + 1, n) >= link.moved(nbytes, n)
+    assert model.messages(n + 1) >= model.messages(n)
+    assert model.moved(nbytes, n + 1) >= model.moved(nbytes, n) and model.moved(nbytes + 1, n) >= model.moved(nbytes, n)
 
 
 def allreduce_s(costs, nbytes, ranks):
     """The seconds to be expected, with their interval."""
-    return link.estimated(costs.draws_s(nbytes, ranks))
+    return model.estimated(costs.draws_s(nbytes, ranks))
 
 
 # Fitted
@@ -116,7 +115,7 @@ def test_a_size_that_was_disturbed_throughout_does_not_move_it(factor):
     assert allreduce_s(costs, 2**19, 8).value == pytest.approx(seconds(2**19, 8), rel=0.15)
 
 
-@pytest.mark.parametrize("algorithm", link.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", model.ALGORITHMS)
 def test_how_a_library_s_messages_grow_is_found(algorithm):
     costs = fitted(2, 4, 8, known=False, noise=0.02, algorithm=algorithm)
     assert (costs.network.algorithm, costs.network.rival) == (algorithm, None)
@@ -125,7 +124,7 @@ def test_how_a_library_s_messages_grow_is_found(algorithm):
         assert predicted.value == pytest.approx(true, rel=0.1) and predicted.low <= true <= predicted.high
 
 
-@pytest.mark.parametrize("algorithm", link.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", model.ALGORITHMS)
 def test_what_two_and_three_ranks_cannot_tell_is_in_the_interval_and_said(algorithm):
     costs = fitted(2, 3, known=False, algorithm=algorithm)
     assert costs.network.rival is not None and any("the intervals hold both" in note for note in costs.notes)
@@ -138,7 +137,7 @@ def test_a_byte_that_costs_more_beyond_a_burst_is_found():
     burst = 1 << 20
 
     def limited(nbytes, n):
-        moved = link.moved(nbytes, n)
+        moved = model.moved(nbytes, n)
         return OVERHEAD + 1e-9 * min(moved, burst) + 8e-9 * max(0.0, moved - burst)
 
     costs = fitted(2, 3, time=limited, noise=0.01)
@@ -151,12 +150,12 @@ def test_a_byte_that_costs_more_beyond_a_burst_is_found():
 
 def bound_s(level, nbytes, n):
     """The least that any flat allreduce takes: 2(n-1)/n * nbytes at the rate of the fastest piece."""
-    return link.moved(nbytes, n) * min(slope for _, slope, _ in level.pieces())
+    return model.moved(nbytes, n) * min(slope for _, slope, _ in level.pieces())
 
 
 def stepped(nbytes, n):
     """Half a megabyte passes at once; what is more waits for the link, and so does its first half megabyte."""
-    moved = link.moved(nbytes, n)
+    moved = model.moved(nbytes, n)
     return OVERHEAD + (1e-9 * moved if moved < 1 << 19 else 4e-3 + 8e-9 * (moved - (1 << 19)))
 
 
@@ -242,10 +241,10 @@ def test_two_numbers_of_ranks_are_not_called_one_where_they_tell_no_overhead():
     ids=str,
 )
 def test_an_interval_is_around_its_value(draws, low, high):
-    found = link.estimated(np.array([1.0, *np.repeat(draws, 100)]))
+    found = model.estimated(np.array([1.0, *np.repeat(draws, 100)]))
     assert (found.low, found.high) == pytest.approx((low, high), rel=0.2)
     assert found.low < found.value < found.high
-    assert link.estimated(np.full(101, 2.0)).low is None
+    assert model.estimated(np.full(101, 2.0)).low is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,5 @@ than there are (``scale``) is estimated, with what is known of the estimate's er
       live_model     from steps of the user's own model, in a process of its own (measure.model)
     scale          a row for each number of ranks
       step_time      what of the communication backward hides, and the wait for the slowest rank; also in fewer bytes
-      network        what an allreduce costs on n ranks
-        link           messages and bytes of a ring, and what these cost, fitted to measurements: robust, never negative
+      network        what an allreduce costs on n ranks: messages and bytes of a ring, fitted, robust, never negative
 """

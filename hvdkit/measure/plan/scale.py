@@ -24,8 +24,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.plan import network
-from hvdkit.measure.plan.link import DRAWS, Link, estimated
-from hvdkit.measure.plan.network import CostModel
+from hvdkit.measure.plan.network import DRAWS, CostModel, Link, estimated
 from hvdkit.measure.plan.step_time import (
     EVERY,
     WAYS,

@@ -28,8 +28,7 @@ from hvdkit.common.allreduce import COMPRESSIONS, CYCLE_S, FUSION_BYTES, Compres
 from hvdkit.core.compression import AT_ONCE
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
-from hvdkit.measure.plan.link import DRAWS
-from hvdkit.measure.plan.network import CostModel
+from hvdkit.measure.plan.network import DRAWS, CostModel
 from hvdkit.observe.lateness import Floats
 
 _GRID = (np.arange(4000) + 0.5) / 4000
@@ -196,7 +195,7 @@ class Delays:
         return _largest(self.skews, self.power(n)) if self._known(n) else 0.0
 
     def draws_s(self, n: int, rng: np.random.Generator) -> Floats:
-        """The same, and one for each resample of the skews, shape (1 + link.DRAWS,)."""
+        """The same, and one for each resample of the skews, shape (1 + DRAWS,)."""
         if not self._known(n):
             return np.zeros(1 + DRAWS)
         chosen = rng.choice(self.skews, (DRAWS, len(self.skews)))

@@ -319,6 +319,17 @@ def test_a_file_and_the_shape_of_an_input_give_the_same(nets):
     assert "in the order in which a backward produced them" in found["order"]
 
 
+def test_a_file_elsewhere_imports_what_lies_beside_it(nets, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    Path("elsewhere").mkdir()
+    Path("elsewhere/beside.py").write_text("WIDTH = 3\n")
+    Path("elsewhere/own-net.py").write_text(
+        "from beside import WIDTH\nfrom torch import nn\nnet = nn.Linear(WIDTH, 1)\n"
+    )
+    assert elements(gradients("elsewhere/own-net.py:net")) == [1, 3]
+
+
 def test_gradients_have_the_type_of_the_model(nets):
     found = gradients("nets:in_bfloat16", input_shape=[2, 4])["gradients"]
     assert sorted((one["elements"], one["dtype"]) for one in found) == [(3, "bfloat16"), (12, "bfloat16")]

@@ -276,23 +276,17 @@ def _ms(seconds: float) -> str:
     return "0" if 0 <= seconds < 5e-8 else number_text(1000 * seconds, 4)
 
 
-def draw(analysis: ScalingSummary, path: Path, *sources: Path) -> None:
-    """Draw speed-up and efficiency with their intervals and the ideal to a file, completely or not at all.
+def draw(analysis: ScalingSummary, path: Path, source: Path) -> None:
+    """Draw speed-up and efficiency with their intervals and the ideal to a file (see ``plot.write``).
 
-    Args:
-        analysis: what was found.
-        path: the file, whose name ends in one of ``plot.FORMATS``.
-        sources: what was read, which ``path`` must not be.
     Raises:
         DataError: nothing was measured, or the file cannot be written.
-        InvalidArgumentError: another ending.
-        MissingFrameworkError: Matplotlib is not installed.
     """
     rows = [row for row in analysis.rows if row.speedup is not None]
     if not rows:
         raise DataError("nothing can be drawn: no job counts; measure with `hvdkit bench scaling` first.")
     draws = [lambda axes: speedup(axes, rows), lambda axes: efficiency(axes, rows)]
-    plot.write(path, *draws, size=_SIZE, sources=sources)
+    plot.write(path, *draws, size=_SIZE, sources=[source])
 
 
 def speedup(axes: Any, rows: Sequence[ScalingRow]) -> None:

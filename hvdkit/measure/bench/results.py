@@ -220,12 +220,7 @@ def measurable(seconds: float | None) -> bool:
 
 
 def describe(asked: ScalingAsked, here: Sequence[Here]) -> ScalingResults:
-    """The results before there is a job.
-
-    Args:
-        asked: what is to be measured.
-        here: the job of each number of ranks, in that order.
-    """
+    """The results before there is a job; ``here``: the job of each number of ranks, in that order."""
     hidden = _hider(here)
     command, options = tuple(map(hidden, asked.command)), tuple(map(hidden, asked.options))
     words = [*asked.command[1:], asked.command[0]]

@@ -81,10 +81,10 @@ class Engine:
             for in the same order on every rank.
         barrier: returns when all ranks have called it.
         close: leaves the others; nothing can be done afterwards.
-        overlaps: all operations of a step are started before the first one is finished.
-        notes: what a reader of the numbers should know, full sentences.
         compressed: makes what carries out an allreduce by a word of ``distribute(compression=)`` other than "none"; as
             ``operation``, with that word in the place of the collective.
+        overlaps: all operations of a step are started before the first one is finished.
+        notes: what a reader of the numbers should know, full sentences.
     """
 
     rank: int
@@ -92,9 +92,9 @@ class Engine:
     operation: Callable[[int, str, int, str], CollectiveOperation]
     barrier: Callable[[], object]
     close: Callable[[], object]
+    compressed: Callable[[int, str, int, str], CollectiveOperation]
     overlaps: bool = False
     notes: tuple[str, ...] = ()
-    compressed: Callable[[int, str, int, str], CollectiveOperation] | None = None
 
 
 def refuse(asked: EmulateAsked, plan: ReplayPlan) -> None:
@@ -239,8 +239,7 @@ def over_horovod(asked: EmulateAsked) -> Engine:
             finish=lambda handle: wide.copy_(hvd.synchronize(handle)).numpy(),
         )
 
-    close = hvd.shutdown
-    return Engine(world.rank, world.size, operation, hvd.barrier, close, overlaps=asked.fusion, compressed=compressed)
+    return Engine(world.rank, world.size, operation, hvd.barrier, hvd.shutdown, compressed, overlaps=asked.fusion)
 
 
 def over_mpi(asked: EmulateAsked) -> Engine:
@@ -284,7 +283,7 @@ def over_mpi(asked: EmulateAsked) -> Engine:
         # MPI adds up none of these types
         return packed(ranks.start, str(index), compression, elements, dtype, rank, size)
 
-    return Engine(rank, size, operation, comm.Barrier, library.Finalize, compressed=compressed)
+    return Engine(rank, size, operation, comm.Barrier, library.Finalize, compressed)
 
 
 def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
@@ -379,5 +378,6 @@ def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
         )
 
     notes = (f"torch.distributed used {backend}.",)
-    leave = distributed.destroy_process_group
-    return Engine(rank, size, operation, distributed.barrier, leave, notes=notes, compressed=compressed)
+    return Engine(
+        rank, size, operation, distributed.barrier, distributed.destroy_process_group, compressed, notes=notes
+    )

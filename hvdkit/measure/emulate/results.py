@@ -210,10 +210,6 @@ def join(folder: Path, job: EmulateResults) -> tuple[EmulateResults, RankRecord 
     Clocks are read within one machine only. On several, each rank's own time tells the same: the longest is the delay,
     and the rank that came last waited for nobody, so that the shortest is the transfer and the rest skew. The root of a
     broadcast waits for nobody either, so that a broadcast between machines is all transfer.
-
-    Args:
-        folder: of the job.
-        job: what was asked, and the plan.
     """
     asked, collectives = job.asked, job.plan.collectives
     ranks = []

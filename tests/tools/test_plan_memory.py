@@ -164,6 +164,7 @@ def test_nothing_suffices_while_the_activations_are_not_known(capsys, gigabytes,
     ("net", "optimizer", "device"),
     [
         ("mlp", "sgd", "cpu"),
+        ("mlp", "momentum", "cpu"),
         ("cnn", "adam", "cpu"),
         ("transformer", "adam", "cpu"),
         ("cnn", "sgd", "meta"),
@@ -178,7 +179,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_what_pytorch_allocates(capsys, 
     need = answer["need"]
     assert need["peak"] == pytest.approx(answer["measured_peak"], rel=0.1)
     assert need["peak"] > need["parameters"] + need["gradients"] + need["states"]
-    assert need["states"] == pytest.approx({"sgd": 0, "adam": 2}[optimizer] * need["parameters"], rel=0.01)
+    assert need["states"] == pytest.approx(terms.STATES[optimizer] * need["parameters"], rel=0.01)
 
 
 @needs_torch_alone

@@ -25,7 +25,7 @@ from hvdkit.measure.emulate import check, ring
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, storage
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import HOROVOD, MPI, RING, EmulateAsked
-from hvdkit.steps import bootstrap, device, hosts, launchers, starting
+from hvdkit.steps import bootstrap, device, launchers, starting
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.torch_tensors import sends_bfloat16
 
@@ -311,7 +311,7 @@ def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
         store.set(f"host{rank}", socket.gethostname())
         names = [store.get(f"host{other}").decode() for other in range(size)]
         others = [name for name in names if name != names[rank]]
-        os.environ["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(hosts.own_address(*others))
+        os.environ["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(bootstrap.own_address(*others))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
     def operation(index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG001

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.read.mpi_profile import measures, reading
+from hvdkit.read.mpi_profile import reading, results
 
 pytestmark = pytest.mark.parallel
 
@@ -62,7 +62,7 @@ def called(rank, caller="mpi4py"):
     """Calls and bytes of each routine, as one caller made them."""
     names = {row.routine for row in rank.calls if row.caller == caller}
     sums = {
-        name: measures.total(row for row in rank.calls if (row.routine, row.caller) == (name, caller)) for name in names
+        name: results.total(row for row in rank.calls if (row.routine, row.caller) == (name, caller)) for name in names
     }
     return {name: (one.calls, one.bytes) for name, one in sums.items()}
 
@@ -159,9 +159,7 @@ def test_recording_pauses_and_children_leave_the_record_alone(launch, tmp_path):
 @needs_mpi4py
 def test_waiting_is_told_from_transferring_where_asked(launch):
     profile, _ = launch("programs_mpi_profile.py", "wait", options=["--mpi-profile-wait"])
-    late, early = (
-        measures.total(row for row in rank.calls if row.routine == "MPI_Allreduce") for rank in profile.ranks
-    )
+    late, early = (results.total(row for row in rank.calls if row.routine == "MPI_Allreduce") for rank in profile.ranks)
     assert early.calls == late.calls == 5  # the barriers that measure it are not counted
     assert "MPI_Barrier" not in called(profile.ranks[1])
     assert early.wait_s >= 5 * 0.04 and early.wait_s <= early.seconds
@@ -175,12 +173,12 @@ def test_the_payload_of_a_training_is_its_gradients(launch, tmp_path):
         int(re.search(rf"\[0\] {what} bytes (\d+)", done.stdout)[1]) for what in ("gradient", "parameter")
     )
     for one in profile.ranks:
-        assert measures.total(one.of("payload", "MPI_Allreduce")).bytes == gradients
-        assert measures.total(one.of("payload", "MPI_Bcast")).bytes == parameters
-        assert measures.total(one.of("payload")).bytes == pytest.approx(gradients + parameters, rel=0.01)
+        assert results.total(one.of("payload", "MPI_Allreduce")).bytes == gradients
+        assert results.total(one.of("payload", "MPI_Bcast")).bytes == parameters
+        assert results.total(one.of("payload")).bytes == pytest.approx(gradients + parameters, rel=0.01)
         vectors = one.of("control", "MPI_Allreduce")
         assert {(row.op, row.datatype) for row in vectors} == {("MPI_BAND", "MPI_LONG_LONG_INT")}
-        assert measures.total(vectors).calls >= 20
+        assert results.total(vectors).calls >= 20
     words = [sys.executable, "-m", "hvdkit.cli", "mpi-profile", "show", "--json", str(tmp_path / "profile")]
     shown = subprocess.run(words, capture_output=True, text=True, check=True)
     found = json.loads(shown.stdout)

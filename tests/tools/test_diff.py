@@ -16,8 +16,8 @@ from hvdkit.common import json_files
 from hvdkit.errors import DataError, DataNotFoundError, InvalidArgumentError
 from hvdkit.measure.bench import results as bench
 from hvdkit.measure.bench.results import Environment, JobSteps, Parts, ScalingAsked
-from hvdkit.read.diff.comparison import diff
-from hvdkit.read.explain.results import JobLaunch
+from hvdkit.read.diff.cli import compare
+from hvdkit.read.explain.sources import JobLaunch
 
 
 def timeline(path, seed, collective, steps=40, negotiate=200, first=None, repeated=True):
@@ -111,7 +111,7 @@ def changes(found, level):
 def test_of_timelines_the_step_its_parts_and_the_phase_that_became_slower(tmp_path):
     a = timeline(tmp_path / "a.json", 1, {"small": 100, "large": 1000})
     b = timeline(tmp_path / "b.json", 2, {"small": 100, "large": 2000})
-    found = diff(a, b)
+    found = compare(a, b)
     assert found.of == "timeline"
     whole = changes(found, "whole")["step"]
     assert whole.sure and whole.explains_s == pytest.approx(1e-3, rel=0.1)
@@ -124,40 +124,40 @@ def test_of_timelines_the_step_its_parts_and_the_phase_that_became_slower(tmp_pa
     assert detail.explains_s == pytest.approx(1e-3, rel=0.1)
     assert [one.what for one in changes(found, "detail").values() if one.sure] == ["collective of large"]
     assert "collectives (+" in found.verdict and "most of all collective of large (+" in found.verdict
-    back = diff(b, a)
+    back = compare(b, a)
     assert changes(back, "whole")["step"].speed.low > 1 and "collectives (-" in back.verdict
 
 
 def test_chance_among_many_comparisons_is_not_called_a_change(tmp_path):
     names = {f"t{number}": 500 for number in range(100)}
     files = [timeline(tmp_path / f"{seed}.json", seed, names, steps=12) for seed in (3, 4)]
-    found = diff(*files)
+    found = compare(*files)
     assert len(changes(found, "detail")) == 200
     assert not any(one.sure for one in changes(found, "detail").values())
-    same = diff(files[0], files[0])
+    same = compare(files[0], files[0])
     assert all(one.explains_s == 0 and not one.sure for one in same.changes) and same.verdict.endswith("chance.")
 
 
 def test_the_first_step_explains_nothing(tmp_path):
     a = timeline(tmp_path / "a.json", 7, {"t": 1000})
     b = timeline(tmp_path / "b.json", 7, {"t": 1000}, first=500_000)
-    assert all(one.explains_s == pytest.approx(0, abs=1e-9) for one in diff(a, b).changes)
+    assert all(one.explains_s == pytest.approx(0, abs=1e-9) for one in compare(a, b).changes)
 
 
 def test_timelines_of_other_tensors_and_without_steps(tmp_path):
     steps = timeline(tmp_path / "a.json", 1, {"t": 100, "gone": 100})
     none = timeline(tmp_path / "b.json", 1, {"t": 100}, repeated=False)
-    found = diff(steps, timeline(tmp_path / "c.json", 1, {"t": 100, "new": 100}))
+    found = compare(steps, timeline(tmp_path / "c.json", 1, {"t": 100, "new": 100}))
     gone, new = (changes(found, "detail")[f"collective of {name}"] for name in ("gone", "new"))
     assert (gone.after, gone.sure, new.before) == (None, None, None)
     assert gone.explains_s < 0 < new.explains_s == pytest.approx(1e-4, rel=0.2)
     with pytest.raises(DataError, match=r"no steps in .*b\.json"):
-        diff(steps, none)
+        compare(steps, none)
 
 
 def test_of_traces_the_operator_and_what_communication_exposes(tmp_path):
     a, b = trace(tmp_path / "a.json", [20, 21]), trace(tmp_path / "b.json", [30, 31], steps=7, extra=["new"])
-    found = diff(a, b)
+    found = compare(a, b)
     assert "computation (+" in found.verdict and "operator aten::mm (+" in found.verdict
     parts, details = changes(found, "part"), changes(found, "detail")
     assert parts["computation"].sure and parts["exposed communication"].explains_s == pytest.approx(0)
@@ -167,7 +167,7 @@ def test_of_traces_the_operator_and_what_communication_exposes(tmp_path):
     (tmp_path / "two").mkdir()
     for rank in (0, 1):
         trace(tmp_path / "two" / f"trace-{rank}-of-2.json", [20])
-    assert "Of 2 traces" in " ".join(diff(tmp_path / "two", a).notes)
+    assert "Of 2 traces" in " ".join(compare(tmp_path / "two", a).notes)
 
 
 @pytest.mark.parametrize("ready", [True, False], ids=["ready", "one validation"])
@@ -182,7 +182,7 @@ def test_a_pause_between_steps_is_no_allreduce(tmp_path, ready):
             *lines, last, cores = path.read_text().splitlines()
             asked, given, _, *more = json.loads(last)
             path.write_text("\n".join([*lines, json.dumps([asked, given, None, *more]), cores, ""]))
-    parts = changes(diff(tmp_path / "a", tmp_path / "b"), "part")
+    parts = changes(compare(tmp_path / "a", tmp_path / "b"), "part")
     assert parts["between steps"].explains_s == pytest.approx((4 if ready else 3) / 195, rel=0.02)
     assert all(abs(one.explains_s) < 1e-4 for name, one in parts.items() if name != "between steps")
     assert {"wait for slower ranks", "allreduce and update"} <= parts.keys()
@@ -195,19 +195,19 @@ def test_of_mpi_profiles_the_routine_by_medians_over_the_ranks(tmp_path):
         return mpi_profile_files.write(tmp_path / name, *ranks)
 
     a, b = profile("a", (0.1, 0.3)), profile("b", (0.3, 0.5), elapsed=12.0)
-    found = diff(a, b)
+    found = compare(a, b)
     row = changes(found, "detail")["MPI_Allreduce, payload"]
     assert (row.before.value, row.after.value) == (pytest.approx(2), pytest.approx(4))
     assert (row.calls_before, row.calls_after, row.sure) == (10, 10, None)
     assert found.verdict.startswith("The job takes 10.0 s in A and 12.0 s in B (+20%): payload in MPI (+2.00 s)")
-    other = diff(a, profile("c", (0.1,), size=3))
+    other = compare(a, profile("c", (0.1,), size=3))
     assert "Different ranks: 2 before, 3 after." in other.notes
     assert any("2 of 3 ranks left no record: 1, 2." in note for note in other.notes)
 
 
 def test_of_step_times_the_part_and_the_rank(tmp_path):
     a, b = job(tmp_path / "a"), job(tmp_path / "b", slow=0.01, steps=80, cores=8)
-    found = diff(a, b)
+    found = compare(a, b)
     assert found.of == "step times"
     parts = changes(found, "part")
     assert parts["computation"].explains_s == pytest.approx(5e-3, rel=0.1)
@@ -217,31 +217,31 @@ def test_of_step_times_the_part_and_the_rank(tmp_path):
     assert changes(found, "whole")["step"].explains_s == pytest.approx(1e-2, rel=0.1)
     assert "Different HOROVOD_CYCLE_TIME: 4 before, 8 after." in found.notes
     assert not any("ranks" in note for note in found.notes)
-    slow = diff(a, job(tmp_path / "c", slow_input=0.01))
+    slow = compare(a, job(tmp_path / "c", slow_input=0.01))
     assert "own time of rank 0" in slow.verdict and changes(slow, "part")["input"].sure
-    assert changes(diff(a, job(tmp_path / "d", steps=61)), "whole")["step"].sure is False
+    assert changes(compare(a, job(tmp_path / "d", steps=61)), "whole")["step"].sure is False
 
 
 def test_of_a_monitors_history(tmp_path):
-    found = diff(monitored(tmp_path / "a"), monitored(tmp_path / "b", wait=0.006) / "metrics.jsonl")
+    found = compare(monitored(tmp_path / "a"), monitored(tmp_path / "b", wait=0.006) / "metrics.jsonl")
     assert found.of == "monitor history" and found.a.says == "7 windows after the first, 2 ranks"
     assert found.changes[0].before.value == pytest.approx(0.021, rel=0.01)
     assert "wait for slower ranks, and allreduce (+5.00 ms)" in found.verdict
     with pytest.raises(DataError, match="fewer than two windows"):
-        diff(tmp_path / "a", monitored(tmp_path / "c", windows=1))
+        compare(tmp_path / "a", monitored(tmp_path / "c", windows=1))
 
 
 def test_what_another_job_left_further_below_is_not_compared(tmp_path):
     a, b = monitored(tmp_path / "a"), monitored(tmp_path / "b", wait=0.006)
     for side in (a, b):
         monitored(side / "run2")
-    assert diff(a, b).changes == diff(a / "metrics.jsonl", b / "metrics.jsonl").changes
+    assert compare(a, b).changes == compare(a / "metrics.jsonl", b / "metrics.jsonl").changes
 
 
 def test_of_bench_results_the_part_at_the_largest_number_of_ranks(tmp_path):
     a = benched(tmp_path / "a.json", {1: 4.0, 2: 2.0}, parts={"input": 0.01, "communication": 0.02})
     b = benched(tmp_path / "bb.json", {1: 4.0, 2: 3.0}, parts={"input": 0.01, "communication": 0.12})
-    found = diff(a, b)
+    found = compare(a, b)
     assert found.verdict.startswith("The work on 2 ranks takes 2.")
     assert "communication (+1.00 s)" in found.verdict
     assert changes(found, "whole")["work on 1 rank"].explains_s == pytest.approx(0, abs=0.2)
@@ -249,15 +249,15 @@ def test_of_bench_results_the_part_at_the_largest_number_of_ranks(tmp_path):
 
 def test_of_emulations_sizes_steps_and_the_wait_for_the_last_rank(tmp_path):
     a = emulated(tmp_path / "a.json", {400: 0.1, 800: 0.3}, 12, 0.01)
-    found = diff(a, emulated(tmp_path / "b.json", {400: 0.1, 800: 0.1}, 12, 0.01, seed=1))
+    found = compare(a, emulated(tmp_path / "b.json", {400: 0.1, 800: 0.1}, 12, 0.01, seed=1))
     whole = changes(found, "whole")
     assert list(whole) == ["allreduce of 400 bytes", "allreduce of 800 bytes", "step of 2 allreduces, 1.20 kB"]
     assert [one.speed.value for one in whole.values()] == pytest.approx([1, 3, 2], rel=0.05)
     assert changes(found, "part")["transfer"].explains_s == pytest.approx(0.9 * -0.2, rel=0.05)
-    fused = diff(a, emulated(tmp_path / "d.json", {400: 0.1, 800: 0.3}, 12, 0.01, fusion=True))
+    fused = compare(a, emulated(tmp_path / "d.json", {400: 0.1, 800: 0.3}, 12, 0.01, fusion=True))
     after = changes(fused, "whole")["step of 2 allreduces, 1.20 kB"].after
     assert after.value == pytest.approx(0.3, rel=0.05), "fused collectives are under way at the same time"
-    other = diff(a, emulated(tmp_path / "c.json", {800: 0.1, 1600: 1.0}))
+    other = compare(a, emulated(tmp_path / "c.json", {800: 0.1, 1600: 1.0}))
     assert list(changes(other, "whole")) == ["allreduce of 800 bytes"]
     assert "Only in B: allreduce of 1600 bytes, step of 2 allreduces, 2.40 kB." in other.notes
 
@@ -277,19 +277,21 @@ def test_of_emulations_sizes_steps_and_the_wait_for_the_last_rank(tmp_path):
 )
 def test_it_fails_when_the_second_is_slower_beyond_noise(tmp_path, after, noise, below):
     a, b = benched(tmp_path / "a.json", {1: 4.0, 2: 2.0}, noise), benched(tmp_path / "bb.json", after, noise)
-    assert diff(a, b, 0.95).below == below and diff(a, b).below == ()
+    assert compare(a, b, 0.95).below == below and compare(a, b).below == ()
 
 
 def test_single_repeats_are_compared_by_their_value(tmp_path):
     a, b = (benched(tmp_path / name, {2: mean}, 0.001, 1) for name, mean in (("a", 2.0), ("b", 2.2)))
-    assert diff(a, b).changes[0].sure is None and diff(a, b).changes[0].speed.value == pytest.approx(1 / 1.1, rel=0.01)
+    assert compare(a, b).changes[0].sure is None and compare(a, b).changes[0].speed.value == pytest.approx(
+        1 / 1.1, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("asked", "gone"), [((1, 2), True), ((1,), False)], ids=["its jobs failed", "not asked for"])
 def test_what_the_second_could_not_measure_any_more_fails(tmp_path, asked, gone):
     a = benched(tmp_path / "a.json", {1: 4.0, 2: 2.0, 4: 1.0})
     b = benched(tmp_path / "b.json", {1: 4.0, 8: 1.0}, asked=asked)
-    found = diff(a, b, 0.5)
+    found = compare(a, b, 0.5)
     assert found.below == ("work (closing line) on 2 ranks",) * gone
     assert any(note.startswith("Only in A: work (closing line) on 2 ranks, ") for note in found.notes)
 
@@ -316,7 +318,7 @@ def test_the_command_says_the_change_first(tmp_path, capsys):
 def test_what_else_is_different_is_said(tmp_path):
     a = emulated(tmp_path / "a.json", {40: 0.1})
     where = replace(emulate_results.ENVIRONMENT, cores=8, packages={"mpi4py": "5"})
-    notes = diff(a, emulated(tmp_path / "b.json", {40: 0.1}, engine="mpi", environment=where)).notes
+    notes = compare(a, emulated(tmp_path / "b.json", {40: 0.1}, engine="mpi", environment=where)).notes
     assert {"Different engine: ring before, mpi after.", "Different cores: 4 before, 8 after."} < {*notes}
     assert "Different packages mpi4py: 4 before, 5 after." in notes
     assert not any("python" in note or "types" in note for note in notes)
@@ -326,9 +328,9 @@ def test_a_folder_with_several_kinds_is_compared_by_the_one_that_says_most(tmp_p
     folders = [job(tmp_path / name) for name in "ab"]
     for folder in folders:
         timeline(folder / "timeline.json", 1, {"t": 100})
-    found = diff(*folders)
+    found = compare(*folders)
     assert found.of == "step times" and any(note.endswith(": timeline.") for note in found.notes)
-    assert diff(folders[0] / "timeline.json", folders[1]).of == "timeline"
+    assert compare(folders[0] / "timeline.json", folders[1]).of == "timeline"
 
 
 def test_what_does_not_compare_is_refused(tmp_path):
@@ -343,9 +345,9 @@ def test_what_does_not_compare_is_refused(tmp_path):
         (size, emulated(tmp_path / "broadcast", {40: 0.1}, collective="broadcast"), "nothing in common"),
     ):
         with pytest.raises(InvalidArgumentError, match=said):
-            diff(a, b)
+            compare(a, b)
     with pytest.raises(DataNotFoundError):
-        diff(found, tmp_path / "gone")
+        compare(found, tmp_path / "gone")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,7 @@ def test_damaged_files_are_refused(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(DataError, match=r"bad\.json"):
-        diff(path, path)
+        compare(path, path)
 
 
 @pytest.mark.parametrize("old", ["timeline diff", "trace diff", "mpi-profile compare"])

@@ -52,10 +52,11 @@ from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
 from hvdkit.read.explain import exchange, explain, step_causes
 from hvdkit.read.explain.cli import LINES, lines
-from hvdkit.read.explain.results import Explanation, JobLaunch
+from hvdkit.read.explain.join import Explanation
+from hvdkit.read.explain.sources import JobLaunch
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 from hvdkit.read.timeline import summary as timeline_summary
-from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.results import Distribution
 
 SAYS = {
     fsync: "waits for its disk (fsync)",

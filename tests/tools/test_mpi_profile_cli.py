@@ -24,7 +24,7 @@ from hvdkit.jobs.launch.model import Horovod, Host, LaunchFacts, Mpi
 from hvdkit.jobs.launch.options import Request
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder
-from hvdkit.read.mpi_profile.cli import ShownProfile
+from hvdkit.read.mpi_profile.results import ShownProfile
 
 
 def run(capsys, *words):

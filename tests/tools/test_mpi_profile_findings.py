@@ -8,10 +8,10 @@ from mpi_profile_files import HOROVOD, MPITRACE, group, record, write
 from hvdkit.cli import run
 from hvdkit.read.causes import by_cost
 from hvdkit.read.mpi_profile import cli as tables
-from hvdkit.read.mpi_profile import measures, reading
-from hvdkit.read.mpi_profile.causes import causes, otherwise
+from hvdkit.read.mpi_profile import reading, results
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
 from hvdkit.read.mpi_profile.model import Calls, RankProfile, of_ranks
+from hvdkit.read.mpi_profile.results import causes, otherwise
 
 
 def shown(profile, number=0):
@@ -54,7 +54,7 @@ def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
     profile = of_ranks(MPITRACE_FORMAT, [(Path("mpi_profile.1.0"), 1, rank)], {}, ())
     assert costly(profile) == []
     assert [row.purpose for row in shown(profile).calls if row.calls == 112] == ["control"]
-    first, *_ = tables.page(profile, shown(profile), tables.shown_as(profile, shown(profile))).parts
+    first, *_ = tables.page(profile, shown(profile), results.shown_as(profile, shown(profile))).parts
     assert first.startswith("Verdict: The gradients are not in this profile") and "hvdkit launch --timeline" in first
     assert "--cycle-time" not in first
 
@@ -73,7 +73,7 @@ def test_causes_are_weighed_against_the_time_of_the_job(tmp_path):
 
 
 def test_the_spread_of_the_real_files_is_that_of_all_eight_ranks():
-    over = measures.spread(dict(reading.read(MPITRACE).mpi_seconds))
+    over = results.spread(dict(reading.read(MPITRACE).mpi_seconds))
     assert (over.least, over.least_rank, over.most, over.most_rank) == (105.85, 4, 109.12, 5)
     assert over.median == pytest.approx((107.65 + 107.69) / 2)
     mean = sum((106.69, 107.65, 108.69, 109.09, 105.85, 109.12, 107.05, 107.69)) / 8
@@ -92,26 +92,26 @@ def test_the_spread_of_the_real_files_is_that_of_all_eight_ranks():
     ],
 )  # fmt: skip
 def test_bus_bandwidth(routine, factor):
-    speed = measures.bus_bandwidth(routine, 8e9, 2.0, 4, ours=True)
+    speed = results.bus_bandwidth(routine, 8e9, 2.0, 4, ours=True)
     assert speed == (None if factor is None else pytest.approx(factor * 4e9))
 
 
 def test_there_is_no_bus_bandwidth_without_a_bus():
     for data, seconds, processes in ((0, 1, 4), (None, 1, 4), (8, 0, 4), (8, 1, 1)):
-        assert measures.bus_bandwidth("MPI_Allreduce", data, seconds, processes, ours=True) is None
-    assert measures.bus_bandwidth("MPI_Alltoall", 8, 1, 4, ours=False) is None
+        assert results.bus_bandwidth("MPI_Allreduce", data, seconds, processes, ours=True) is None
+    assert results.bus_bandwidth("MPI_Alltoall", 8, 1, 4, ours=False) is None
 
 
 def test_the_bus_bandwidth_of_a_size_leaves_measured_waiting_out(tmp_path):
     calls = [group("MPI_Allreduce", (10, 1_000_000, 0.3, 0.1), op="MPI_SUM", type="MPI_FLOAT")]
     profile = reading.read([write(tmp_path, record(0, 4, calls, wait_measured=True))])
-    (line,) = measures.sizes(profile, shown(profile))
+    (line,) = results.sizes(profile, shown(profile))
     assert line.bus_bytes_per_s == pytest.approx(1.5 * 1e7 / 2.0)
 
 
 def test_control_and_payload_of_one_size_are_two_lines(tmp_path):
     profile = reading.read([write(tmp_path, record(0))])
-    lines = [one for one in measures.sizes(profile, shown(profile)) if one.routine == "MPI_Allreduce"]
+    lines = [one for one in results.sizes(profile, shown(profile)) if one.routine == "MPI_Allreduce"]
     assert [(one.purpose, one.calls, one.least_bytes, one.most_bytes) for one in lines] == [
         ("payload", 57, 8, 8), ("control", 1000, 8, 8), ("payload", 100, 1_000_000, 1_000_000),
     ]  # fmt: skip
@@ -122,7 +122,7 @@ def test_routines_and_the_ranks(tmp_path):
     late = [group("MPI_Allreduce", (1, 8, 1.0)), group("MPI_Send", (1, 8, 2.0))]
     early = [group("MPI_Allreduce", (1, 8, 3.0))]
     profile = reading.read([write(tmp_path, record(0, 2, late), record(1, 2, early))])
-    first, second = measures.routines(profile, shown(profile))
+    first, second = results.routines(profile, shown(profile))
     assert (first.routine, first.ranks.least, first.ranks.least_rank, first.ranks.most) == ("MPI_Send", 0, 1, 2)
     assert (second.ranks.median, second.ranks.imbalance) == (2, 0.5)
 

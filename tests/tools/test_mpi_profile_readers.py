@@ -7,13 +7,13 @@ import pytest
 from mpi_profile_files import DATA, HOROVOD, MPITRACE, group, record, write
 
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.read.mpi_profile import measures, reading
+from hvdkit.read.mpi_profile import reading, results
 
 RANK_0 = MPITRACE[0].read_text()
 
 
 def totals(rank, routine):
-    return measures.total(row for row in rank.calls if row.routine == routine)
+    return results.total(row for row in rank.calls if row.routine == routine)
 
 
 # mpitrace
@@ -229,7 +229,7 @@ def test_what_horovod_negotiates_is_known_by_caller_operation_and_type(tmp_path)
         ("MPI_Gather", "mpi4py", "", "MPI_INT", 4): "payload",
     }
     assert of_rank.horovod
-    assert measures.total(of_rank.of("payload", "MPI_Allreduce")).bytes == 100_000_000 + 50 * 8 + 7 * 8
+    assert results.total(of_rank.of("payload", "MPI_Allreduce")).bytes == 100_000_000 + 50 * 8 + 7 * 8
 
 
 @pytest.mark.parametrize("op", ["MPI_BAND", "MPI_BOR"])

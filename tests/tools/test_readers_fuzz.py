@@ -30,7 +30,7 @@ from hvdkit.jobs.job import site
 from hvdkit.jobs.launch import placement, tuned
 from hvdkit.jobs.launch.tuned import Tuned, TunedFile
 from hvdkit.observe import step_files
-from hvdkit.read.explain.results import JobLaunch
+from hvdkit.read.explain.sources import JobLaunch
 from hvdkit.steps.checkpoint import CheckpointDirectory
 
 FILES = os.environ.get("HVDKIT_FUZZ")

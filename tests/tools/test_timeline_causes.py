@@ -8,9 +8,7 @@ from timeline_files import ATPESC, allreduce, metadata, write
 from hvdkit.cli import run
 from hvdkit.read.causes import by_cost
 from hvdkit.read.timeline import summarize
-from hvdkit.read.timeline.causes import causes, otherwise
-from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.results import Batches, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.results import Batches, Distribution, Steps, TensorSummary, TimelineSummary, causes, otherwise
 
 
 def every(value, count=100):

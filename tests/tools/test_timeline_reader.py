@@ -10,7 +10,7 @@ from timeline_files import REAL
 
 from hvdkit.errors import DataError, DataNotFoundError
 from hvdkit.read.timeline import CycleMark, Operation, reader
-from hvdkit.read.timeline.model import Phase, group_of, shape_and_bytes
+from hvdkit.read.timeline.reader import Phase, group_of, shape_and_bytes
 
 
 def event(ph, ts, pid, name=None, **args):

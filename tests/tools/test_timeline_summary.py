@@ -16,9 +16,11 @@ from timeline_files import ATPESC, REAL
 
 from hvdkit.cli import run
 from hvdkit.common import json_files
-from hvdkit.read.timeline import cli, measures, summarize
+from hvdkit.read import spans
+from hvdkit.read.timeline import cli, summarize
 from hvdkit.read.timeline.columns import collect, exchanges
 from hvdkit.read.timeline.reader import read
+from hvdkit.read.timeline.summary import repeating, step_numbers
 
 
 def raw_counts(path):
@@ -320,21 +322,21 @@ intervals = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_siz
 def test_the_union_counts_every_moment_once(pairs):
     starts = np.array([start for start, _ in pairs], float)
     ends = np.array([start + length for start, length in pairs], float)
-    first, last = measures.union(starts, ends)
+    first, last = spans.union(starts, ends)
     covered = {moment for start, length in pairs for moment in range(start, start + length)}
     assert (last - first).sum() == len(covered)
     windows = np.arange(0, 130, 13.0)
-    found = measures.covered((first, last), windows[:-1], windows[1:])
+    found = spans.covered((first, last), windows[:-1], windows[1:])
     assert found.tolist() == [len(covered & set(range(int(a), int(a) + 13))) for a in windows[:-1]]
 
 
 def test_tensors_that_repeat_equally_often_are_a_step():
-    assert measures.repeating([154, 154, 153, 22, 1, 0]) == [0, 1, 2]
-    assert measures.repeating([2, 2, 2]) == []
-    assert measures.repeating([3, 3, 1]) == [0, 1]
-    assert measures.repeating([30, 500]) == [1]
+    assert repeating([154, 154, 153, 22, 1, 0]) == [0, 1, 2]
+    assert repeating([2, 2, 2]) == []
+    assert repeating([3, 3, 1]) == [0, 1]
+    assert repeating([30, 500]) == [1]
 
 
 def test_a_step_that_lost_a_tensor_does_not_shift_the_next():
     tensors = np.array([0, 1, 2, 0, 2, 0, 1, 2, 1, 0, 2], np.int32)
-    assert measures.step_numbers(tensors).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert step_numbers(tensors).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3]

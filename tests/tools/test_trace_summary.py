@@ -10,9 +10,9 @@ from trace_files import data, event, gloo, kernel, step, wait, write
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.causes import by_cost
-from hvdkit.read.timeline.measures import common, joined, length, without
+from hvdkit.read.spans import common, joined, length, without
 from hvdkit.read.trace import summarize
-from hvdkit.read.trace.causes import otherwise
+from hvdkit.read.trace.results import otherwise
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 

@@ -170,7 +170,7 @@ def _torch_outcome(directory: Path, files: Sequence[Path]) -> str:
 
 def _begin_explained(directory: Path, job: LaunchPlan) -> None:
     """Make the directory of --explain-job, and say in it how the job is started."""
-    from hvdkit.read.explain.results import LAUNCHED, JobLaunch  # not at the top: every launch would pay for it
+    from hvdkit.read.explain.sources import LAUNCHED, JobLaunch  # not at the top: every launch would pay for it
 
     if prepare("--explain-dir", directory / _STEPS, _STEP_FILES):
         raise InvalidArgumentError(

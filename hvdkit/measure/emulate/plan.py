@@ -191,13 +191,12 @@ def of_timeline(path: Path) -> tuple[tuple[Collective, ...], str]:
     Raises:
         DataError: it cannot be read, holds no reduction, or says no sizes.
     """
-    from hvdkit.read.timeline.columns import collect
-    from hvdkit.read.timeline.model import PACKED
+    from hvdkit.read.timeline.columns import PACKED, collect
     from hvdkit.read.timeline.reader import read
     from hvdkit.read.timeline.summary import find_steps
 
     columns = collect(read(path))
-    numbers, in_steps = find_steps(columns)
+    numbers, in_steps, _ = find_steps(columns)
     if in_steps.any():
         rows = np.flatnonzero(in_steps)
         steps = np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1)

@@ -18,15 +18,14 @@ from hvdkit.common.units import bytes_text, count_text, printable, ranks_text
 from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.observe import history, step_files
 from hvdkit.observe.lateness import Floats
-from hvdkit.read.explain.results import JobLaunch
-from hvdkit.read.explain.sources import BENCH, EMULATE, LAUNCH, MONITOR, MPI, STEPS, TIMELINE, TRACE
+from hvdkit.read.explain.sources import BENCH, EMULATE, LAUNCH, MONITOR, MPI, STEPS, TIMELINE, TRACE, JobLaunch
 from hvdkit.read.explain.step_table import table
-from hvdkit.read.mpi_profile import measures as mpi_measures
 from hvdkit.read.mpi_profile import reading as mpi_reading
 from hvdkit.read.mpi_profile.model import PURPOSES
+from hvdkit.read.mpi_profile.results import total as mpi_total
+from hvdkit.read.spans import covered, union
 from hvdkit.read.timeline import columns as timeline_columns
-from hvdkit.read.timeline.measures import covered, union
-from hvdkit.read.timeline.model import GROUPS
+from hvdkit.read.timeline.reader import GROUPS
 from hvdkit.read.timeline.reader import read as read_timeline
 from hvdkit.read.timeline.summary import find_steps
 from hvdkit.read.trace.reader import collect as collect_trace
@@ -132,8 +131,7 @@ def of_timeline(sources: Sources) -> Side:
     """Horovod's timeline: its steps, what they consist of, and each phase of each tensor."""
     (file,) = sources[TIMELINE]
     found = timeline_columns.collect(read_timeline(file))
-    numbers, in_steps = find_steps(found)
-    begins = found.begin[in_steps][np.unique(numbers[in_steps], return_index=True)[1]]
+    numbers, in_steps, begins = find_steps(found)
     steps = len(begins) - 1
     if steps < 2:
         raise CorruptDataError(
@@ -206,10 +204,10 @@ def of_mpi(sources: Sources) -> Side:
         whole["job"] = _median(seconds)
     parts, details = {}, {}
     for purpose in PURPOSES:
-        sums = [mpi_measures.total(rank.of(purpose)) for rank in profile.ranks]
+        sums = [mpi_total(rank.of(purpose)) for rank in profile.ranks]
         parts[f"{purpose} in MPI"] = _median((of.seconds for of in sums), (of.calls for of in sums))
         for routine in sorted({row.routine for rank in profile.ranks for row in rank.of(purpose)}):
-            sums = [mpi_measures.total(rank.of(purpose, routine)) for rank in profile.ranks]
+            sums = [mpi_total(rank.of(purpose, routine)) for rank in profile.ranks]
             details[f"{routine}, {purpose}"] = _median((of.seconds for of in sums), (of.calls for of in sums))
     return Side(
         f"{len(profile.ranks)} of {ranks_text(profile.size)}, recorded by {profile.source}",

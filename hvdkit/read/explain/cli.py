@@ -8,8 +8,8 @@ import click
 
 from hvdkit.common.table import Page
 from hvdkit.common.units import count_text, duration_text, printable, share_text
+from hvdkit.read.explain.join import Explanation
 from hvdkit.read.explain.join import explain as explanation
-from hvdkit.read.explain.results import Explanation
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 
 LINES = 10

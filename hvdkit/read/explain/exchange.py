@@ -14,11 +14,9 @@ from hvdkit.common.allreduce import COMPRESSIONS, NUMBER_BYTES
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import SENTENCES, Cause, many_small
-from hvdkit.read.timeline.causes import outside_cache
-from hvdkit.read.timeline.columns import TimelineColumns, exchanges
-from hvdkit.read.timeline.measures import covered, union
-from hvdkit.read.timeline.model import NORMS, SHARED
-from hvdkit.read.timeline.results import TimelineSummary
+from hvdkit.read.spans import covered, union
+from hvdkit.read.timeline.columns import NORMS, SHARED, TimelineColumns, exchanges
+from hvdkit.read.timeline.results import TimelineSummary, outside_cache
 
 KINDS = frozenset({"small-tensors", "large-tensors", "negotiation", "metrics", "shard_state", "sparse", NORMS})
 """What is told here."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdkit.common import files, json_files
+from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, HvdkitError
 from hvdkit.observe import step_files
 from hvdkit.read.causes import Cause, by_cost
 from hvdkit.read.explain import exchange, step_causes
-from hvdkit.read.explain.results import Explanation, JobLaunch, Read
-from hvdkit.read.explain.sources import LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
+from hvdkit.read.explain.sources import LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, JobLaunch, find
 from hvdkit.read.explain.step_table import StepTable
 
 LATE = frozenset(
@@ -22,6 +22,48 @@ LATE = frozenset(
 """Causes by which a rank comes late; the times of the steps tell them apart, a timeline often cannot."""
 _LONGEST = 300
 """Characters of a stall report that are shown."""
+
+
+class Read(Part, frozen=True):
+    """A recording that was read.
+
+    Attributes:
+        path: the file, or the directory of the files of all ranks.
+        what: "step times", "timeline", "trace", "mpi profile", "launch" or "stall report".
+        says: what was in it, a few words.
+    """
+
+    path: str
+    what: str
+    says: str
+
+
+class Explanation(Document, frozen=True):
+    """What costs a job time, the most costly cause first; none where nothing is wrong as far as can be told.
+
+    Attributes:
+        ranks: of the job; None where no recording says it.
+        steps: that count in the times of the steps; None without these.
+        step_s: seconds of one, the mean; None without these.
+        accounts: where the whole recorded time went, seconds by name, which add up to it; empty without the times of
+            the steps.
+        causes: what recurs in every step first, then what happens once.
+        untold: what could not be told and what to record for it, full sentences.
+        read: the recordings.
+        stalled: who did not arrive where, a full sentence; None for a job without stall reports.
+    """
+
+    kind = "explanation"
+    written_by = "hvdkit explain --json"
+
+    ranks: int | None
+    steps: int | None
+    step_s: float | None
+    accounts: dict[str, float]
+    causes: tuple[Cause, ...]
+    untold: tuple[str, ...]
+    read: tuple[Read, ...]
+    stalled: str | None
 
 
 def explain(paths: Sequence[Path]) -> Explanation:
@@ -158,7 +200,7 @@ def _of_traces(_: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
 
 def _of_mpi(_: _Job, paths: Sequence[Path]) -> tuple[list[Cause], str]:
     from hvdkit.read.mpi_profile import reading
-    from hvdkit.read.mpi_profile.causes import causes
+    from hvdkit.read.mpi_profile.results import causes
 
     profile = reading.read(paths)
     return causes(profile, profile.ranks[0]), f"{len(profile.ranks)} ranks"

@@ -10,10 +10,37 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from hvdkit.common import files
+from hvdkit.common.json_files import Document, Positive
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.observe import history
-from hvdkit.read.explain.results import JobLaunch
+
+LAUNCHED = "launch.json"
+"""The file in the directory of a job that says how it was started."""
+
+
+class JobLaunch(Document, frozen=True):
+    """How a job was started.
+
+    Attributes:
+        ranks: how many processes.
+        launcher: such as "mpirun".
+        cores: usable ones of the machine on which it was started.
+        ranks_on_a_host: the most that share one; None where only the launcher knows.
+        threads: OMP_NUM_THREADS of each rank; None where it is not set to a number.
+        settings: the variables of Horovod (HOROVOD_*) that are set.
+    """
+
+    kind = "job-launch"
+    written_by = "hvdkit launch --explain-job"
+
+    ranks: Positive
+    launcher: str
+    cores: Positive
+    ranks_on_a_host: Positive | None
+    threads: Positive | None
+    settings: dict[str, str]
+
 
 STEPS, TIMELINE, TRACE, MPI, LAUNCH, STALL, MONITOR, BENCH, EMULATE = (
     "step times", "timeline", "trace", "mpi profile", "launch", "stall report", "monitor history", "bench results",

@@ -19,7 +19,7 @@ from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats, When, doing, lower_median, named, to_blame
 from hvdkit.observe.step_files import RankTimes
 from hvdkit.read.causes import ADVICE, SENTENCES, Cause
-from hvdkit.read.explain.results import JobLaunch
+from hvdkit.read.explain.sources import JobLaunch
 from hvdkit.read.explain.step_table import LEAST, PARTS, StepTable, table
 
 _LEAST = {

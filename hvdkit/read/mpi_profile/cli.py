@@ -8,14 +8,13 @@ from pathlib import Path
 import click
 
 from hvdkit.common.commands import AT_LEAST_0, group_of
-from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.read.causes import Cause, by_cost, verdict
-from hvdkit.read.mpi_profile import measures, reading
-from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, WHOSE_TIME, causes, otherwise
-from hvdkit.read.mpi_profile.model import CONTROL, HVDKIT, PURPOSES, Profile, RankProfile
+from hvdkit.read.causes import verdict
+from hvdkit.read.mpi_profile import reading, results
+from hvdkit.read.mpi_profile.model import CONTROL, Profile, RankProfile
+from hvdkit.read.mpi_profile.results import UNSEEN, ShownProfile, otherwise, shown_as
 
 SUBCOMMANDS = {
     "show": ("hvdkit.read.mpi_profile.cli:show", "Print routines, sizes, control and payload."),
@@ -72,74 +71,6 @@ def show(paths: tuple[Path, ...], number: int | None, form: str | None) -> int:
     return 0
 
 
-_GUESSED = (
-    "These files have sizes alone, by which Horovod's negotiation is told from data; its responses, one more broadcast "
-    "for each gather, are counted as data."
-)
-
-
-class ShownProfile(Document, frozen=True):
-    """What MPI did in a job, whatever recorded it; None is what the files do not say.
-
-    Attributes:
-        source: what recorded it: "hvdkit" or "mpitrace".
-        library: the MPI; "" where it is not known.
-        size: ranks of the job.
-        missing: ranks without a record.
-        mpi_seconds: in MPI, over every rank that a file tells it of.
-        shown_rank: routines, sizes and traffic are of this rank.
-        routines, sizes: in the order of time.
-        certain: control is known, not told from payload by size and number.
-        traffic: sums by purpose: "payload", "control", "synchronisation" and "management".
-        ranks: all that there is a record of.
-        causes: what costs the job time, the one that costs the largest share first.
-        notes: what a reader should know, full sentences.
-    """
-
-    kind = "mpi-profile"
-    schema = 4
-    written_by = "hvdkit mpi-profile show --json"
-
-    source: str
-    library: str
-    size: int
-    missing: tuple[int, ...]
-    mpi_seconds: measures.Spread | None
-    shown_rank: int
-    routines: tuple[measures.Routine, ...]
-    sizes: tuple[measures.Size, ...]
-    certain: bool
-    traffic: dict[str, measures.Sums]
-    ranks: tuple[RankProfile, ...]
-    causes: tuple[Cause, ...]
-    notes: tuple[str, ...]
-
-
-def shown_as(profile: Profile, shown: RankProfile) -> ShownProfile:
-    """The profile with all that is said of it; ``shown``: the rank that routines and sizes are about."""
-    certain = profile.source == HVDKIT
-    notes = [profile.missing_text] if profile.missing else []
-    if shown.horovod:
-        notes.append(WHOSE_TIME)
-    if shown.horovod and not certain:
-        notes.append(_GUESSED)
-    return ShownProfile(
-        source=profile.source,
-        library=profile.library,
-        size=profile.size,
-        missing=profile.missing,
-        mpi_seconds=measures.spread(dict(profile.mpi_seconds)) if profile.mpi_seconds else None,
-        shown_rank=shown.rank,
-        routines=tuple(measures.routines(profile, shown)),
-        sizes=tuple(measures.sizes(profile, shown)),
-        certain=certain,
-        traffic={name: measures.total(shown.of(name)) for name in PURPOSES},
-        ranks=profile.ranks,
-        causes=tuple(by_cost(causes(profile, shown))),
-        notes=(*notes, *profile.notes, NOT_SEEN),
-    )
-
-
 def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
     """The verdict, what the rank that is shown did, and how far the ranks differ."""
     elapsed = "" if shown.seconds is None else f" of {shown.seconds:.3f} s"
@@ -176,7 +107,7 @@ def page(profile: Profile, shown: RankProfile, found: ShownProfile) -> Page:
 
 
 def _routines(found: ShownProfile, *, several: bool) -> Table:
-    cells: dict[str, Callable[[measures.Routine], object]] = {
+    cells: dict[str, Callable[[results.Routine], object]] = {
         "MPI routine": lambda one: one.routine,
         "#calls": lambda one: one.calls,
         "avg. bytes": lambda one: None if one.average_bytes is None else f"{one.average_bytes:.1f}",
@@ -194,7 +125,7 @@ def _routines(found: ShownProfile, *, several: bool) -> Table:
     return Table.of(found.routines, cells, title=title)
 
 
-def _range(one: measures.Size) -> str:
+def _range(one: results.Size) -> str:
     if one.least_bytes is None or one.most_bytes is None:
         return f"{one.average_bytes or 0:.1f}"
     if one.least_bytes == one.most_bytes:
@@ -202,7 +133,7 @@ def _range(one: measures.Size) -> str:
     return f"{one.least_bytes:.0f}-{one.most_bytes:.0f}"
 
 
-_SIZES: dict[str, Callable[[measures.Size], object]] = {
+_SIZES: dict[str, Callable[[results.Size], object]] = {
     "MPI routine": lambda one: one.routine,
     "purpose": lambda one: one.purpose,
     "bytes": _range,

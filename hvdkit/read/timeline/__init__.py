@@ -9,8 +9,7 @@
         print(cause.sentence(), cause.advice)
 """
 
-from hvdkit.read.timeline.model import CycleMark, Operation, Phase
-from hvdkit.read.timeline.reader import Recording, read
+from hvdkit.read.timeline.reader import CycleMark, Operation, Phase, Recording, read
 from hvdkit.read.timeline.results import TimelineSummary
 from hvdkit.read.timeline.summary import summarize
 

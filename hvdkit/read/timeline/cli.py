@@ -12,11 +12,8 @@ from hvdkit.common.files import replacing
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, number_text, share_text, shortened
 from hvdkit.read.causes import verdict
-from hvdkit.read.timeline.causes import otherwise
-from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.model import GROUPS
-from hvdkit.read.timeline.reader import read
-from hvdkit.read.timeline.results import TensorSummary, TimelineSummary
+from hvdkit.read.timeline.reader import GROUPS, read
+from hvdkit.read.timeline.results import Distribution, TensorSummary, TimelineSummary, otherwise
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 SUBCOMMANDS = {

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from hvdkit.common.allreduce import SMALL_BYTES
 from hvdkit.observe.lateness import Floats
-from hvdkit.read.timeline.measures import batch_numbers
-from hvdkit.read.timeline.model import GROUPS, OUTER, PACKED, CycleMark, group_of, role_of
-from hvdkit.read.timeline.reader import Recording
+from hvdkit.read.timeline.reader import GROUPS, CycleMark, Recording, group_of
 
-REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
+PACKED, OUTER, SHARED, NORMS = "packed gradients", "outer step", "shard_state", "sync_batch_norm"
+_ROLES = {"hvdkit.outer.": OUTER, "hvdkit.shard_state.": SHARED, "hvdkit.batch_norm.": NORMS}
+_REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 _NOT_THERE = float("nan")
 _ROW = struct.Struct(f"=6d{len(GROUPS)}f2i")
 _COLLECTIVE = GROUPS.index("collective")
@@ -35,13 +35,17 @@ class Tensor:
 
     @property
     def role(self) -> str:
-        """What hvdkit sends under this name; "" for any other."""
-        return role_of(self.name, self.kind)
+        """What hvdkit sends under this name: ``PACKED`` (see ``core.compression``), weights, statistics; "" for others."""
+        for part, role in _ROLES.items():
+            if part in self.name:
+                return role
+        packs = (self.kind, self.name.rpartition(".")[2]) in (("ALLTOALL", "parts"), ("ALLGATHER", "mean"))
+        return PACKED if packs else ""
 
     @property
     def is_reduced(self) -> bool:
         """Whether it is one of those of which a training step consists."""
-        return self.role == PACKED or (self.kind in REDUCTIONS and self.role != OUTER)
+        return self.role == PACKED or (self.kind in _REDUCTIONS and self.role != OUTER)
 
 
 @dataclass(frozen=True)
@@ -210,12 +214,14 @@ def exchanges(columns: TimelineColumns, rows: NDArray[np.bool_]) -> Exchanges:
     if not len(fused):
         return alone
     fused = fused[np.argsort(columns.start[fused], kind="stable")]
-    numbers = batch_numbers(columns.start[fused], columns.exchange[fused])
-    edges = np.flatnonzero(np.diff(numbers, prepend=-1))
-    begin = np.minimum.reduceat(columns.exchange[fused, 0], edges)
-    end = np.maximum.reduceat(columns.exchange[fused, 1], edges)
+    # Horovod's background thread writes the start of every operation of a batch before it starts the one collective of
+    # the batch, and a later batch starts after that. On GPUs another thread writes the collectives, so that a batch may
+    # start while the one before waits for its own; but its collective starts after that of the one before has ended.
+    start, (begin, end) = columns.start[fused], columns.exchange[fused].T
+    edges = np.concatenate(([0], 1 + np.flatnonzero((start[1:] > begin[:-1]) | (begin[1:] > end[:-1]))))
+    times = np.maximum.reduceat(end, edges) - np.minimum.reduceat(begin, edges)
     return Exchanges(
         np.concatenate((np.add.reduceat(columns.bytes[fused], edges), alone.bytes)),
-        np.concatenate((end - begin, alone.times)),
-        np.bincount(numbers),
+        np.concatenate((times, alone.times)),
+        np.diff(edges, append=len(fused)),
     )

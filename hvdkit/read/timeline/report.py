@@ -22,12 +22,10 @@ import numpy as np
 import hvdkit
 from hvdkit.common.units import printable, shortened
 from hvdkit.errors import InvalidArgumentError, of_extra
-from hvdkit.read.timeline.causes import otherwise
 from hvdkit.read.timeline.cli import lines, tensor_table
 from hvdkit.read.timeline.columns import collect
-from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
-from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.timeline.results import Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.reader import GROUPS, CycleMark, Operation, Recording, group_of, read
+from hvdkit.read.timeline.results import Steps, TensorSummary, TimelineSummary, otherwise
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 with of_extra("report", "HTML reports need the package jinja2"):

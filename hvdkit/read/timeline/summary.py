@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -13,13 +15,24 @@ from hvdkit.errors import CorruptDataError
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import by_cost
-from hvdkit.read.timeline import measures
-from hvdkit.read.timeline.causes import causes
+from hvdkit.read.spans import Intervals, covered, length, union
 from hvdkit.read.timeline.columns import TimelineColumns, collect, exchanges
-from hvdkit.read.timeline.measures import distribution
-from hvdkit.read.timeline.model import GROUPS
-from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.timeline.results import Batches, Steps, TensorSummary, TimelineSummary
+from hvdkit.read.timeline.reader import GROUPS, Recording, read
+from hvdkit.read.timeline.results import Batches, Steps, TensorSummary, TimelineSummary, causes, distribution
+
+
+class FoundSteps(NamedTuple):
+    """The training steps of a recording.
+
+    Attributes:
+        numbers: the step in which each operation began; -1 before the first one, and where there are none.
+        rows: whether an operation is one of the reductions of which a step consists.
+        begins: when each step started; empty where there are none.
+    """
+
+    numbers: NDArray[np.intp]
+    rows: NDArray[np.bool_]
+    begins: Floats
 
 
 def summarize(source: str | Path | Recording, columns: TimelineColumns | None = None) -> TimelineSummary:
@@ -35,13 +48,12 @@ def summarize(source: str | Path | Recording, columns: TimelineColumns | None = 
     """
     recording = source if isinstance(source, Recording) else read(source)
     columns = collect(recording) if columns is None else columns
-    numbers, in_steps = find_steps(columns)
-    in_exchanges = measures.union(*columns.exchange.T)
+    found = find_steps(columns)
+    in_exchanges = union(*columns.exchange.T)
     cycle = distribution(np.diff(columns.cycles))
     usual_cycle = cycle.p50 if cycle else 1e6 * CYCLE_S
-    steps = _steps(columns, numbers, in_steps, in_exchanges, usual_cycle)
     tensors = [_tensor(columns, number, rows) for number, rows in enumerate(columns.rows_by_tensor())]
-    found = TimelineSummary(
+    summary = TimelineSummary(
         path=str(recording.path),
         start_time_since_epoch=recording.start_time_since_epoch,
         origin=columns.origin,
@@ -50,16 +62,16 @@ def summarize(source: str | Path | Recording, columns: TimelineColumns | None = 
         operations=len(columns.begin),
         missed=int(columns.missed.sum()),
         ranks=columns.ranks,
-        communication=measures.length(in_exchanges),
-        setup=measures.length(measures.union(*columns.setup.T)),
-        steps=steps,
+        communication=length(in_exchanges),
+        setup=length(union(*columns.setup.T)),
+        steps=_steps(columns, found, in_exchanges, usual_cycle) if len(found.begins) else None,
         tensors=sorted(tensors, key=lambda tensor: -tensor.phases["whole"].total),
         batches=_batches(columns),
         cycle=cycle,
-        costs=_costs(columns, numbers, in_steps, usual_cycle),
+        costs=_costs(columns, found, usual_cycle),
         dropped={reason: count for reason, count in columns.dropped.items() if count},
     )
-    return structs.replace(found, causes=tuple(by_cost(causes(found))))
+    return structs.replace(summary, causes=tuple(by_cost(causes(summary))))
 
 
 def nothing_in(path: Path, summary: TimelineSummary) -> CorruptDataError:
@@ -71,22 +83,48 @@ def nothing_in(path: Path, summary: TimelineSummary) -> CorruptDataError:
     )
 
 
-def find_steps(columns: TimelineColumns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """The step of each operation, and which operations are the reductions that a step consists of.
-
-    Those are the tensors that are reduced equally often, most operations together; a step starts when one of them comes
-    again. Other operations belong to the step in which they began, before the first step to step -1.
+def find_steps(columns: TimelineColumns) -> FoundSteps:
+    """The steps: of the tensors that are reduced equally often, most operations together; each starts when one of them
+    comes again. Other operations belong to the step in which they began.
     """
     counts = np.bincount(columns.tensor, minlength=len(columns.tensors))
-    group = measures.repeating(
+    group = repeating(
         [int(count) if tensor.is_reduced else 0 for count, tensor in zip(counts, columns.tensors, strict=True)]
     )
-    if not group:
-        return np.full(len(columns.tensor), -1, np.intp), np.zeros(len(columns.tensor), np.bool_)
-    in_steps = np.isin(columns.tensor, group)
-    own = measures.step_numbers(columns.tensor[in_steps])
-    begins = columns.begin[in_steps][np.unique(own, return_index=True)[1]]
-    return np.searchsorted(begins, columns.begin, side="right").astype(np.intp) - 1, in_steps
+    rows = np.isin(columns.tensor, group)
+    own = step_numbers(columns.tensor[rows])
+    begins = columns.begin[rows][np.unique(own, return_index=True)[1]]
+    return FoundSteps(np.searchsorted(begins, columns.begin, side="right").astype(np.intp) - 1, rows, begins)
+
+
+def repeating(counts: Sequence[int]) -> list[int]:
+    """The largest group of tensors that appear equally often, three times or more: those of a training step.
+
+    Returns:
+        Indices into ``counts``; of several groups the one with the most operations. Counts may differ by two in a
+        hundred or by one, because the file may end within a step.
+    """
+    best: list[int] = []
+    for count in sorted({count for count in counts if count >= 3}, reverse=True):
+        slack = max(1, count // 50)
+        group = [index for index, other in enumerate(counts) if count - slack <= other <= count]
+        if sum(counts[index] for index in group) > sum(counts[index] for index in best):
+            best = group
+    return best
+
+
+def step_numbers(tensor: NDArray[np.int32]) -> NDArray[np.intp]:
+    """The step of each operation, in order of time: one starts with the first tensor that the last one has already."""
+    numbers = np.empty(len(tensor), np.intp)
+    seen: set[int] = set()
+    step = 0
+    for index, value in enumerate(tensor.tolist()):
+        if value in seen:
+            step += 1
+            seen = set()
+        seen.add(value)
+        numbers[index] = step
+    return numbers
 
 
 def _tensor(columns: TimelineColumns, number: int, rows: NDArray[np.intp]) -> TensorSummary:
@@ -107,33 +145,23 @@ def _tensor(columns: TimelineColumns, number: int, rows: NDArray[np.intp]) -> Te
     )
 
 
-def _steps(
-    columns: TimelineColumns,
-    numbers: NDArray[np.intp],
-    in_steps: NDArray[np.bool_],
-    in_exchanges: tuple[Floats, Floats],
-    cycle: float,
-) -> Steps | None:
-    """The steps from the rows that belong to them; None where there are none."""
-    if not in_steps.any():
-        return None
-    own, first, per_step = np.unique(numbers[in_steps], return_index=True, return_counts=True)
-    begins = columns.begin[in_steps][first]
+def _steps(columns: TimelineColumns, found: FoundSteps, in_exchanges: Intervals, cycle: float) -> Steps:
+    """What the steps that were found took, of which there is at least one; ``cycle``: of Horovod, as usual."""
+    begins, numbers = found.begins, found.numbers[found.rows]
     durations = np.diff(begins)
-    sums = np.bincount(numbers[in_steps], columns.reduced_bytes()[in_steps])[own]
-    usual = np.nanmedian(sums) if not np.isnan(sums).all() else None
-    later_rows = in_steps & (numbers >= 2)
+    sums = np.bincount(numbers, columns.reduced_bytes()[found.rows])
+    usual = None if np.isnan(sums).all() else int(np.nanmedian(sums))
+    later_rows = found.rows & (found.numbers >= 2)
     later = slice(1, None) if len(durations) > 1 else slice(None)
-    communication = measures.covered(in_exchanges, begins[:-1], begins[1:])
-    waits = measures.group_medians(columns.durations[in_steps, 0], np.searchsorted(own, numbers[in_steps]), len(own))
-    waits = waits[:-1][later]
+    communication = covered(in_exchanges, begins[:-1], begins[1:])
+    waits = _group_medians(columns.durations[found.rows, 0], numbers, len(begins))[:-1][later]
     waits = waits[~np.isnan(waits)]
     apart = waits > 2 * cycle
-    open_ = measures.covered(measures.union(columns.begin, columns.end), begins[:-1], begins[1:])
+    open_ = covered(union(columns.begin, columns.end), begins[:-1], begins[1:])
     return Steps(
         count=len(begins),
-        tensors=int(np.median(per_step)),
-        bytes=None if usual is None else int(usual),
+        tensors=int(np.median(np.bincount(numbers))),
+        bytes=usual,
         duration=distribution(durations[later]),
         communication=distribution(communication[later]),
         idle=distribution((durations - open_)[later]),
@@ -162,23 +190,32 @@ def _batches(columns: TimelineColumns) -> Batches | None:
     )
 
 
-def _costs(
-    columns: TimelineColumns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_], cycle: float
-) -> dict[int, float] | None:
+def _costs(columns: TimelineColumns, found: FoundSteps, cycle: float) -> dict[int, float] | None:
     """See ``TimelineSummary.costs``.
 
     Horovod writes when a rank was ready for operations that are not in the response cache. Of a step counts how late a
-    rank is with half of its tensors; what is within two cycles is not its doing.
+    rank is with half of its tensors; what is within two cycles is not its doing. The first step does not count.
     """
-    first, *later = np.unique(numbers[in_steps]).tolist() or [0]
-    steps, rows = np.array(later), columns.tick_row
-    kept = in_steps[rows] & (numbers[rows] > first)
+    rows, steps = columns.tick_row, max(0, len(found.begins) - 1)
+    kept = found.rows[rows] & (found.numbers[rows] > 0)
     ranks, place = np.unique(columns.tick_rank[kept], return_inverse=True)
-    groups = np.searchsorted(steps, numbers[rows[kept]]) * len(ranks) + place
-    late = measures.group_medians(columns.tick_late[kept], groups, len(steps) * len(ranks))
-    own = late.reshape(len(steps), len(ranks)).T
+    groups = (found.numbers[rows[kept]] - 1) * len(ranks) + place
+    late = _group_medians(columns.tick_late[kept], groups, steps * len(ranks))
+    own = late.reshape(steps, len(ranks)).T
     own = own[:, ~np.isnan(own).any(axis=0)]
-    if len(ranks) < 2 or own.shape[1] < max(3, len(steps) // 2):
+    if len(ranks) < 2 or own.shape[1] < max(3, steps // 2):
         return None
     own[:, own.max(axis=0) - own.min(axis=0) <= 2 * cycle] = 0
     return dict(zip(ranks.tolist(), lateness.costs(own).tolist(), strict=True))
+
+
+def _group_medians(values: NDArray[Any], groups: NDArray[np.intp], count: int) -> Floats:
+    """The (lower) median of each of ``count`` groups without its NaN values; NaN where there are no others."""
+    known = ~np.isnan(values)
+    values, groups = values[known], groups[known]
+    values = values[np.lexsort((values, groups))]
+    sizes = np.bincount(groups, minlength=count)
+    middle = np.cumsum(sizes) - sizes + (sizes - 1) // 2
+    found = np.full(count, np.nan)
+    found[sizes > 0] = values[middle[sizes > 0]]
+    return found

@@ -12,9 +12,8 @@ from hvdkit.common.commands import AT_LEAST_0, PATH, group_of, print_any_name
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import count_text, printable, share_text, shortened
 from hvdkit.read.causes import verdict
-from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.merging import merge as merge_files
-from hvdkit.read.trace.results import RankTrace, TraceSummary
+from hvdkit.read.trace.results import RankTrace, TraceSummary, otherwise
 from hvdkit.read.trace.summary import summarize
 
 SUBCOMMANDS = {

@@ -13,10 +13,9 @@ import numpy as np
 from hvdkit.common import files
 from hvdkit.common.json_files import Document
 from hvdkit.errors import CorruptDataError, DataError
+from hvdkit.read.spans import union
 from hvdkit.read.timeline import columns as timelines
-from hvdkit.read.timeline.measures import union
-from hvdkit.read.timeline.model import CycleMark
-from hvdkit.read.timeline.reader import Recording, read
+from hvdkit.read.timeline.reader import CycleMark, Recording, read
 from hvdkit.read.trace.reader import Kind, TraceFile, collect
 from hvdkit.read.trace.reader import read as read_trace
 from hvdkit.read.trace.results import TIMES, TraceTimes

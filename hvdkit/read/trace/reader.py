@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from hvdkit.common import files
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
 from hvdkit.observe.lateness import Floats
-from hvdkit.read.timeline.measures import Intervals, union
-from hvdkit.read.timeline.model import COLLECTIVE_PREFIXES
+from hvdkit.read.spans import Intervals, union
+from hvdkit.read.timeline.reader import COLLECTIVE_PREFIXES
 
 MOST_BYTES = 1 << 32
 """Of a trace, unpacked: four times what its viewers open."""

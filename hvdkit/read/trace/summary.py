@@ -15,10 +15,9 @@ from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import by_cost
-from hvdkit.read.timeline.measures import common, covered, inside, joined, length, without
-from hvdkit.read.trace.causes import causes
+from hvdkit.read.spans import common, covered, inside, joined, length, without
 from hvdkit.read.trace.reader import LABELS, ON_GPU, SYNCHRONISES, Kind, TraceColumns, collect, step_number
-from hvdkit.read.trace.results import IdleGpu, Operator, RankTrace, TraceStep, TraceSummary, TraceTimes
+from hvdkit.read.trace.results import IdleGpu, Operator, RankTrace, TraceStep, TraceSummary, TraceTimes, causes
 
 _Waits = dict[tuple[int, str, int], float]
 """Milliseconds that a rank was in each collective: step, name, and the how many-th of this name in the step."""

@@ -54,7 +54,7 @@ class Step:
     ready: float | None
     ended: float
     arrived: float | None = None
-    used: tuple[float, float, float] | None = None
+    used: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +72,20 @@ class StepEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
-    """Seconds in so many steps that the thread that trains ran, that it could have run and others had the cores, and
-    that all threads of the process ran."""
-
-    steps: int
-    ran: float
-    queued: float
-    of_all: float
-
-
-@dataclass(frozen=True, slots=True)
 class RankTimes:
     """What one rank wrote.
 
     Attributes:
         steps, events: in order.
         host: a number that ranks of one host share; None in older files.
-        cores: of all steps; None where the kernel does not say it.
+        cores: as ``Step.used``, the mean of all steps; None where the kernel does not say it.
         cpus: cores to which the thread that trains is bound; None in older files.
     """
 
     rank: int
     steps: tuple[Step, ...]
     host: int | None = None
-    cores: Cores | None = None
+    cores: tuple[float, ...] | None = None
     cpus: frozenset[int] | None = None
     events: tuple[StepEvent, ...] = ()
 
@@ -435,10 +424,9 @@ def _step(line: list[Any]) -> Step:
     if len(more) not in (0, 4):
         raise ValueError(f"a step has {len(line)} values")
     arrived, *used = more or (None,)
-    ran = tuple(map(_seconds, used)) if used and None not in used else None
     ready, arrived = (None if at is None else _seconds(at) for at in (ready, arrived))
-    processor = None if ran is None else (ran[0], ran[1], ran[2])
-    return Step(_seconds(asked), _seconds(given), ready, _seconds(ended), arrived, processor)
+    ran = tuple(map(_seconds, used)) if used and None not in used else None
+    return Step(_seconds(asked), _seconds(given), ready, _seconds(ended), arrived, ran)
 
 
 def _seconds(value: Any) -> float:
@@ -447,8 +435,8 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _cores(line: dict[str, Any]) -> Cores:
+def _cores(line: dict[str, Any]) -> tuple[float, ...]:
     steps = line["steps"]
     if type(steps) is not int or steps < 1:
         raise ValueError(f"a number of steps is {steps!r}")
-    return Cores(steps, *(_seconds(line[name]) for name in ("ran", "queued", "of_all")))
+    return tuple(_seconds(line[name]) / steps for name in ("ran", "queued", "of_all"))

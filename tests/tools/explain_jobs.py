@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from hvdkit.observe.step_files import Cores, RankTimes, Step, StepEvent
+from hvdkit.observe.step_files import RankTimes, Step, StepEvent
 from hvdkit.read.explain import step_causes
 
 STEPS = 200
@@ -60,7 +60,7 @@ class Job:
                 rank,
                 tuple(found[rank]),
                 self.hosts[rank],
-                Cores(steps, *(part * steps for part in (self.ran[rank], self.queued[rank], self.of_all[rank]))),
+                (self.ran[rank], self.queued[rank], self.of_all[rank]),
                 self.cpus[rank],
                 tuple(StepEvent(name, found[rank][at].given + 1e-4, spent) for name, at, spent in self.events[rank]),
             )
@@ -81,8 +81,9 @@ class Job:
             head = {"hvdkit": "step times", "version": 1, "rank": rank.rank, "host": rank.host}
             used = [None] * 3
             steps = [[step.asked, step.given, step.ready, step.ended, step.arrived, *used] for step in rank.steps]
-            cores = {name: getattr(rank.cores, name) for name in ("steps", "ran", "queued", "of_all")}
-            text = "".join(f"{json.dumps(line)}\n" for line in [head, *steps, cores])
+            names, count = ("ran", "queued", "of_all"), len(steps)
+            sums = {name: count * mean for name, mean in zip(names, rank.cores, strict=True)}
+            text = "".join(f"{json.dumps(line)}\n" for line in [head, *steps, {"steps": count, **sums}])
             (directory / "steps" / f"rank-{rank.rank}.jsonl").write_text(text)
 
 

@@ -50,9 +50,8 @@ from hvdkit.jobs.launch.options import Request
 from hvdkit.observe import step_files, step_marks
 from hvdkit.observe.step_files import RankTimes, Step
 from hvdkit.read.causes import Cause
-from hvdkit.read.explain import exchange, explain, step_causes
-from hvdkit.read.explain.cli import LINES, lines
-from hvdkit.read.explain.join import Explanation
+from hvdkit.read.explain import exchange, step_causes
+from hvdkit.read.explain.cli import LINES, Explanation, explained, lines
 from hvdkit.read.explain.sources import JobLaunch
 from hvdkit.read.explain.step_causes import NOTHING_FOUND
 from hvdkit.read.timeline import summary as timeline_summary
@@ -253,7 +252,7 @@ def test_of_two_slow_ranks_the_second_saves_nothing_before_the_first_is_mended(t
     job.input[1] += 0.03
     job.compute[3] += 0.02
     job.write(tmp_path)
-    said = explain([tmp_path])
+    said = explained([tmp_path])
     first, second = said.causes
     assert (first.kind, first.ranks, second.kind, second.ranks) == ("input", (1,), "compute", (3,))
     assert first.lost_s == pytest.approx(0.01, rel=0.1) and first.alone_s is None
@@ -385,7 +384,7 @@ def test_json_is_the_same_answer(tmp_path, capsys):
 
 def test_a_healthy_job_is_said_to_be_one(tmp_path):
     Job().write(tmp_path)
-    assert lines(explain([tmp_path]))[0] == NOTHING_FOUND
+    assert lines(explained([tmp_path]))[0] == NOTHING_FOUND
 
 
 def test_nothing_of_a_job_and_no_such_file(tmp_path, capsys):
@@ -400,13 +399,13 @@ def test_recordings_of_two_jobs_are_refused(tmp_path):
     Job(steps=20).write(tmp_path / "a")
     Job(steps=20).write(tmp_path / "b")
     with pytest.raises(InvalidArgumentError, match="more than one step times"):
-        explain([tmp_path])
+        explained([tmp_path])
 
 
 def test_a_recording_that_has_two_names_is_one(tmp_path):
     (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
     (tmp_path / "again.json").symlink_to("timeline.json")
-    assert [one.what for one in explain([tmp_path, tmp_path / "timeline.json"]).read] == ["timeline"]
+    assert [one.what for one in explained([tmp_path, tmp_path / "timeline.json"]).read] == ["timeline"]
 
 
 def cause(kind, share, ranks=(), *, per_step=True):
@@ -421,7 +420,7 @@ def timeline_says(monkeypatch, tmp_path):
         monkeypatch.setattr(timeline_summary, "causes", lambda _: list(causes))
         job.write(tmp_path)
         (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
-        return explain([tmp_path])
+        return explained([tmp_path])
 
     return say
 
@@ -533,7 +532,7 @@ def test_sparse_gradients_metrics_and_a_dense_embedding_are_told_apart(tmp_path,
     job.exchange = 0.012
     job.write(tmp_path)
     reduced_after(job, tmp_path / "timeline.json", kind, size, 0.01, count)
-    first = explain([tmp_path]).causes[0]
+    first = explained([tmp_path]).causes[0]
     assert first.kind == named and says in first.what
     assert first.lost_s == pytest.approx(0.01, rel=0.3)
 
@@ -544,17 +543,17 @@ def test_packed_gradients_are_neither_sparse_nor_metrics(tmp_path):
     job.write(tmp_path)
     path = reduced_after(job, tmp_path / "timeline.json", "ALLGATHER", 1 << 18, 0.01)
     path.write_text(path.read_text().replace('"other"', '"allgather.gradients.0.0.weight.0.mean"'))
-    assert [one.kind for one in explain([tmp_path]).causes] == ["large-tensors"]
+    assert [one.kind for one in explained([tmp_path]).causes] == ["large-tensors"]
     path = reduced_after(job, path, "ALLGATHER", 33, 0.01, 4)
     path.write_text(path.read_text().replace('"other"', '"allgather.hvdkit.batch_norm.0"'))
-    (first,) = explain([tmp_path]).causes
+    (first,) = explained([tmp_path]).causes
     assert first.kind == "sync_batch_norm" and "(sync_batch_norm), 4 times per step" in first.what
     path = reduced_after(job, path, "BROADCAST", 1 << 18, 0.01)
     path.write_text(path.read_text().replace('"other"', '"broadcast.hvdkit.shard_state.0.0"'))
-    assert [one.kind for one in explain([tmp_path]).causes] == ["shard_state"]
+    assert [one.kind for one in explained([tmp_path]).causes] == ["shard_state"]
     path = reduced_after(job, path, "ALLREDUCE", 9, 0.01, 5)
     path.write_text(path.read_text().replace('"other"', '"allreduce.gradients.0.0.weight.word"'))
-    assert "metrics" not in [one.kind for one in explain([tmp_path]).causes]
+    assert "metrics" not in [one.kind for one in explained([tmp_path]).causes]
 
 
 def exchanging(job, path, tensors=1, size=25, wait=0.0, negotiate=0.0, moves=0.0, anew=False):
@@ -591,7 +590,7 @@ def test_what_the_exchange_consists_of_is_what_the_step_waits_for(tmp_path, what
     job.exchange = sum(what.get(part, 0) for part in ("wait", "negotiate", "moves")) + 0.002
     job.write(tmp_path)
     exchanging(job, tmp_path / "timeline.json", **what)
-    said = explain([tmp_path])
+    said = explained([tmp_path])
     assert [(one.kind, one.per_step) for one in said.causes] == ([(kind, True)] if kind else [])
     if kind:
         assert said.causes[0].lost_s == pytest.approx(lost, rel=0.15)
@@ -603,12 +602,12 @@ def test_what_the_backward_pass_hides_costs_nothing(tmp_path):
     job = Job(ranks=2)
     job.write(tmp_path)
     exchanging(job, tmp_path / "timeline.json", size=1 << 20, moves=0.01, wait=-0.009)
-    assert explain([tmp_path]).causes == ()
+    assert explained([tmp_path]).causes == ()
 
 
 def test_a_timeline_alone_says_what_to_record(tmp_path):
     (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
-    assert any("--explain-job" in sentence for sentence in explain([tmp_path]).untold)
+    assert any("--explain-job" in sentence for sentence in explained([tmp_path]).untold)
 
 
 def test_how_it_was_launched_and_that_it_stalled(tmp_path):
@@ -617,7 +616,7 @@ def test_how_it_was_launched_and_that_it_stalled(tmp_path):
     json_files.write(tmp_path / "launch.json", JobLaunch(3, "mpirun", 8, 3, 2, {}))
     (tmp_path / "stall").mkdir()
     stall.write_stacks(tmp_path / "stall", stall.Stall({1: ("allreduce.metrics",)}), {0: b"stack", 1: b"stack"})
-    said = explain([tmp_path])
+    said = explained([tmp_path])
     assert said.ranks == 3
     assert lines(said)[0].startswith("The job stalled: rank 1 did not arrive at allreduce 'metrics'. The stacks are in")
     assert any(sentence.startswith("1 of 3 ranks recorded no steps") for sentence in said.untold)
@@ -631,7 +630,7 @@ def test_logs_and_metrics_that_are_named_like_recordings_are_none(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.txt").write_text("epoch 1\n")
     (tmp_path / "logs" / "rank-0.jsonl").write_text('{"loss": 0.5}\n')
-    said = explain([tmp_path])
+    said = explained([tmp_path])
     assert said.stalled is None and [one.what for one in said.read] == ["step times", "timeline"]
 
 
@@ -639,7 +638,7 @@ def test_logs_and_metrics_that_are_named_like_recordings_are_none(tmp_path):
 def test_a_file_that_is_named_is_known_by_what_it_holds(tmp_path, name):
     content = timeline_files.REAL[1].read_bytes()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert [one.what for one in explain([tmp_path / name]).read] == ["timeline"]
+    assert [one.what for one in explained([tmp_path / name]).read] == ["timeline"]
 
 
 def test_a_job_that_was_killed_is_explained_by_what_it_left(tmp_path):
@@ -649,7 +648,7 @@ def test_a_job_that_was_killed_is_explained_by_what_it_left(tmp_path):
     cut = tmp_path / "steps" / "rank-1.jsonl"
     cut.write_text(cut.read_text()[:-2000])
     (tmp_path / "timeline.json").write_text("[\n")
-    said = explain([tmp_path])
+    said = explained([tmp_path])
     assert [(one.kind, one.ranks) for one in said.causes] == [("input", (2,))]
     assert any("holds no operation of Horovod" in sentence for sentence in said.untold)
 
@@ -815,7 +814,7 @@ def between_hosts(tmp_path, exchange, hosts=(1, 2), dtype="float32"):
     job.write(tmp_path)
     path = exchanging(job, tmp_path / "timeline.json", size=1 << 20, moves=exchange)
     path.write_text(path.read_text().replace("float32", dtype))
-    return explain([tmp_path])
+    return explained([tmp_path])
 
 
 def test_a_slow_link_is_told_what_each_compression_saves(tmp_path):

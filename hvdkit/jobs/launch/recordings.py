@@ -190,8 +190,7 @@ def _begin_explained(directory: Path, job: LaunchPlan) -> None:
 
 def _explanation(paths: Sequence[Path]) -> str:
     """What is said of a job, some lines; ``paths``: the directory of --explain-job first, then its other recordings."""
-    from hvdkit.read.explain import explain
-    from hvdkit.read.explain.cli import lines
+    from hvdkit.read.explain.cli import explained, lines
 
     if not any((paths[0] / _STEPS).glob(_STEP_FILES)):
         return (
@@ -199,7 +198,7 @@ def _explanation(paths: Sequence[Path]) -> str:
             "fit; put record_steps around its loop."
         )
     try:
-        found = lines(explain(paths))
+        found = lines(explained(paths))
     except HvdkitError as error:
         return f"the job cannot be explained: {error}"
     words = shlex.join(map(str, paths))

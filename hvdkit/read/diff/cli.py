@@ -17,8 +17,7 @@ from hvdkit.common.table import Page, Table
 from hvdkit.common.units import change_text, duration_text, interval_text, number_text, printable, shortened
 from hvdkit.errors import DataNotFoundError, InvalidArgumentError, require_scipy
 from hvdkit.read.diff.sides import READERS, Side, Timings
-from hvdkit.read.explain.join import Read
-from hvdkit.read.explain.sources import LAUNCH, find
+from hvdkit.read.explain.sources import LAUNCH, Read, find
 
 SIGNIFICANCE = 0.05
 """Share of false changes that is accepted among the parts, and among the details, that are called sure."""

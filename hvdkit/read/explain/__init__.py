@@ -2,7 +2,3 @@
 
 A timeline, traces, MPI profiles and the times of the steps each see a part of a job; here they are joined.
 """
-
-from hvdkit.read.explain.join import explain
-
-__all__ = ["explain"]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from hvdkit.common import files
-from hvdkit.common.json_files import Document, Positive
+from hvdkit.common.json_files import Document, Part, Positive
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.observe import history
@@ -40,6 +40,20 @@ class JobLaunch(Document, frozen=True):
     ranks_on_a_host: Positive | None
     threads: Positive | None
     settings: dict[str, str]
+
+
+class Read(Part, frozen=True):
+    """A recording that was read.
+
+    Attributes:
+        path: the file, or the directory of the files of all ranks.
+        what: "step times", "timeline", "trace", "mpi profile", "launch" or "stall report".
+        says: what was in it, a few words.
+    """
+
+    path: str
+    what: str
+    says: str
 
 
 STEPS, TIMELINE, TRACE, MPI, LAUNCH, STALL, MONITOR, BENCH, EMULATE = (

@@ -7,7 +7,7 @@ the first is mended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -111,14 +111,14 @@ def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = N
 def _by_saving(whole: StepTable, launched: JobLaunch | None) -> list[Cause]:
     """Causes, each the one that saves most in the job without those before it."""
     job, found = whole, list[Cause]()
+
+    def worth(candidates: Iterable[_Candidate]) -> list[_Candidate]:
+        return [one for one in candidates if one.saves(job) >= one.least * whole.total_s]
+
     while len(found) < _MOST_CAUSES and job.total_s > 0.05 * whole.total_s:
         told = {cause.what for cause in found}
-        candidates = [one for one in _candidates(job, launched) if one.saves(job) >= one.least * whole.total_s]
-        candidates = [one for one in candidates if one.what not in told]
-        if not candidates and (both := _joined(list(_slow(job)))) is not None:
-            candidates = [both] if both.saves(job) >= both.least * whole.total_s else []
-        if not candidates:
-            candidates = [one for one in _irregular(job) if one.saves(job) >= one.least * whole.total_s]
+        new = [one for one in worth(_candidates(job, launched)) if one.what not in told]
+        candidates = new or worth(_joined(job)) or worth(_irregular(job))
         if not candidates:
             break
         best = max(candidates, key=lambda one: one.saves(job) * (_RECORDED if one.recorded else 1.0))
@@ -246,13 +246,14 @@ def _sharing(job: StepTable, rows: Sequence[int]) -> str | None:
     return None
 
 
-def _joined(late: Sequence[_Candidate]) -> _Candidate | None:
+def _joined(job: StepTable) -> Iterator[_Candidate]:
     """Ranks that hide one another: mending one of them saves nothing, mending all does."""
+    late = list(_slow(job))
     if len(late) < 2:
-        return None
+        return
     ordered = sorted(late, key=lambda one: -sum(part.sum() for part in one.less.values()))
     less = {part: np.asarray(sum(one.less.get(part, 0.0) for one in ordered)) for part in PARTS}
-    return _Candidate(
+    yield _Candidate(
         ordered[0].kind, " ".join(one.what for one in ordered), "; ".join(one.evidence for one in ordered),
         ordered[0].advice, _LEAST["late"], less, ranks=tuple(sorted({rank for one in late for rank in one.ranks})),
     )  # fmt: skip
@@ -336,16 +337,14 @@ def _everywhere(job: StepTable) -> Iterator[_Candidate]:
 
 def _in_warmup(job: StepTable, each: float) -> float:
     """Seconds that the warm-up lost, at the most ``each`` in a step, as the steps behind it did."""
-    steps = min(job.recorded) - job.steps
-    return max(0.0, min(job.first[0] - steps * job.step_s_usual, steps * each))
+    return max(0.0, min(job.first[0] - job.warmup * job.step_s_usual, job.warmup * each))
 
 
 def _from_start(job: StepTable, at: When) -> tuple[str, float]:
     """In which steps of the job something is, and what the warm-up's steps lost by it."""
     if at.kind != "first":
         return at.words(), 0.0
-    warmup = min(job.recorded) - job.steps
-    return f" in the first {warmup + at.steps} steps", _in_warmup(job, at.each)
+    return f" in the first {job.warmup + at.steps} steps", _in_warmup(job, at.each)
 
 
 def _goes_on_from_warmup(job: StepTable, lost: Floats) -> bool:
@@ -353,7 +352,7 @@ def _goes_on_from_warmup(job: StepTable, lost: Floats) -> bool:
     long = np.flatnonzero(lost)
     begins = long[-1] == len(long) - 1
     each = float(lost[long].mean())
-    return bool(begins) and _in_warmup(job, each) >= 0.5 * (min(job.recorded) - job.steps) * each
+    return bool(begins) and _in_warmup(job, each) >= 0.5 * job.warmup * each
 
 
 def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
@@ -367,8 +366,7 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
     several = len(job.numbers) > 1
     s = "" if several else "s"
     at = lateness.when(lost)
-    warmup = min(job.recorded) - job.steps
-    until = warmup + int(np.flatnonzero(lost).max()) + 1
+    until = job.warmup + int(np.flatnonzero(lost).max()) + 1
     rarely = f"{at.words()} for {_ms(at.each)}" if words == "stall" else ""
     verb = {
         "between": f"{who} pause{s} between two steps{rarely}",
@@ -387,7 +385,7 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
         first, last = (float(np.median(tenth)) for tenth in np.array_split(steps, 10)[::9])
         evidence = f"a step took {_ms(first)} at first and {_ms(last)} at the end"
     else:
-        evidence = f"{_ms(lost[lost > 0].mean())} longer in the first {until} of {warmup + job.steps} steps"
+        evidence = f"{_ms(lost[lost > 0].mean())} longer in the first {until} of {job.warmup + job.steps} steps"
     tail = {
         "growth": ", more with every step", "first": f" in the first {until} steps", "stall": "",
         "last": f" in the last {np.count_nonzero(lost)} steps",

@@ -81,6 +81,11 @@ class StepTable:
         return len(self.exchange)
 
     @property
+    def warmup(self) -> int:
+        """How many first steps are left out."""
+        return min(self.recorded) - self.steps
+
+    @property
     def step_s(self) -> float:
         """Mean seconds of one."""
         return self.total_s / self.steps
@@ -227,12 +232,11 @@ def _used(times: Sequence[RankTimes], of: Callable[..., Floats], first: int) -> 
     """See ``StepTable.used``; of a step where the ranks say it of each, else what they say of all."""
     if all(step.used is not None for rank in times for step in rank.steps):
         return np.array([of(lambda step, at=at: step.used[at])[:, first:] for at in range(3)])
-    cores = [rank.cores for rank in times if rank.cores is not None]
-    if len(cores) < len(times):
+    means = [rank.cores for rank in times if rank.cores is not None]
+    if len(means) < len(times):
         return None
-    means = [[getattr(of_rank, name) / of_rank.steps for of_rank in cores] for name in ("ran", "queued", "of_all")]
     steps = of(lambda step: step.asked).shape[1] - first
-    return np.repeat(np.array(means)[:, :, None], steps, axis=2)
+    return np.repeat(np.array(means).T[:, :, None], steps, axis=2)
 
 
 def _of_events(times: Sequence[RankTimes], name: str, edges: tuple[Floats, ...], first: int) -> dict[str, Floats]:

@@ -36,11 +36,8 @@ def mpi_profile() -> None:
     """
 
 
-_PATH = click.Path(path_type=Path, exists=True)
-
-
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="DIR|FILE...")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="DIR|FILE...")
 @click.option("--rank", "number", type=AT_LEAST_0, metavar="R", help="The rank to show  [default: the lowest there is]")
 @click.option("--json", "form", flag_value="json", help="Print JSON; times in seconds.")
 def show(paths: tuple[Path, ...], number: int | None, form: str | None) -> int:

@@ -36,21 +36,9 @@ _COLLECTIVES = {
 """What ``allreduce.bus_factor`` calls the routines that have a bus bandwidth."""
 _UNEVEN = 0.05
 """Imbalance from which on the ranks are not alike."""
-NOT_SEEN = (
-    "Only MPI is seen: what NCCL, Gloo or torch.distributed moved is not in here, nor what Horovod did between the "
-    "calls ('hvdkit timeline' shows that)."
-)
-WHOSE_TIME = (
-    "Control is Horovod's negotiation, in a thread of its own, also while the training computes: it costs a core, and "
-    "the step only what the step waits for."
-)
 UNSEEN = (
     "Which rank's input or computation is late an MPI profile of Horovod does not show: record hvdkit launch "
     "--explain-job."
-)
-_GUESSED = (
-    "These files have sizes alone, by which Horovod's negotiation is told from data; its responses, one more broadcast "
-    "for each gather, are counted as data."
 )
 
 
@@ -164,9 +152,20 @@ def shown_as(profile: Profile, shown: RankProfile) -> ShownProfile:
     certain = profile.source == HVDKIT
     notes = [profile.missing_text] if profile.missing else []
     if shown.horovod:
-        notes.append(WHOSE_TIME)
+        notes.append(
+            "Control is Horovod's negotiation, in a thread of its own, also while the training computes: it costs a "
+            "core, and the step only what the step waits for."
+        )
     if shown.horovod and not certain:
-        notes.append(_GUESSED)
+        notes.append(
+            "These files have sizes alone, by which Horovod's negotiation is told from data; its responses, one more "
+            "broadcast for each gather, are counted as data."
+        )
+    notes += [
+        *profile.notes,
+        "Only MPI is seen: what NCCL, Gloo or torch.distributed moved is not in here, nor what Horovod did between the "
+        "calls ('hvdkit timeline' shows that).",
+    ]
     return ShownProfile(
         source=profile.source,
         library=profile.library,
@@ -180,7 +179,7 @@ def shown_as(profile: Profile, shown: RankProfile) -> ShownProfile:
         traffic={name: total(shown.of(name)) for name in PURPOSES},
         ranks=profile.ranks,
         causes=tuple(by_cost(causes(profile, shown))),
-        notes=(*notes, *profile.notes, NOT_SEEN),
+        notes=tuple(notes),
     )
 
 
@@ -279,15 +278,10 @@ def causes(profile: Profile, shown: RankProfile) -> list[Cause]:
     return [cause for cause in found if cause is not None]
 
 
-def gradients_elsewhere(shown: RankProfile) -> bool:
-    """Whether Horovod negotiated over MPI and reduced over NCCL or Gloo."""
-    sizes = [row.most_bytes or row.average_bytes or 0 for row in shown.of(PAYLOAD, "MPI_Allreduce")]
-    return shown.horovod and max(sizes, default=0) <= NUMBER_BYTES
-
-
 def otherwise(shown: RankProfile) -> str:
     """The verdict where no cause is worth a sentence."""
-    if gradients_elsewhere(shown):
+    sizes = [row.most_bytes or row.average_bytes or 0 for row in shown.of(PAYLOAD, "MPI_Allreduce")]
+    if shown.horovod and max(sizes, default=0) <= NUMBER_BYTES:
         return (
             "The gradients are not in this profile: Horovod negotiated over MPI and reduced over NCCL or Gloo. What "
             "that costs hvdkit launch --timeline FILE records."

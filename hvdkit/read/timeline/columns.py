@@ -35,7 +35,7 @@ class Tensor:
 
     @property
     def role(self) -> str:
-        """What hvdkit sends under this name: ``PACKED`` (see ``core.compression``), weights, statistics; "" for others."""
+        """What hvdkit sends under this name; ``PACKED``: see ``core.compression``. "" for any other."""
         for part, role in _ROLES.items():
             if part in self.name:
                 return role

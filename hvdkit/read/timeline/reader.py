@@ -1,4 +1,4 @@
-"""From the file to operations, as a stream: memory does not grow with the file.
+"""What a timeline holds: from the file to operations, as a stream, so that memory does not grow with the file.
 
 The file is one JSON array, mostly in one line, and may end anywhere. It is read in pieces; each piece is cut between
 two events and decoded at once. Only a piece that is not valid JSON is looked at event by event. Begins are paired with
@@ -28,10 +28,17 @@ from hvdkit.errors import DataError, DataNotFoundError
 
 COLLECTIVE_PREFIXES = ("MPI_", "NCCL_", "GLOO_", "CCL_", "DDL_")
 """How the names of the phases start in which data is exchanged between ranks."""
-
 GROUPS = ("negotiate", "wait for data", "queue", "set up", "memcpy in", "collective", "memcpy out", "other")
 """Into what the phases of all operations and of all libraries are sorted, in the order in which they happen."""
-
+_GROUP_OF = (
+    (COLLECTIVE_PREFIXES, "collective"),
+    ("NEGOTIATE_", "negotiate"),
+    ("WAIT_FOR_", "wait for data"),
+    ("QUEUE", "queue"),
+    ("MEMCPY_IN_", "memcpy in"),
+    ("MEMCPY_OUT_", "memcpy out"),
+    (("INIT_", "ALLOCATE_"), "set up"),
+)
 LATEST = 1e17
 """Microseconds (three thousand years) past which a time is damage."""
 PIECE = 1 << 17
@@ -42,6 +49,10 @@ LONGEST_EVENT = 1 << 16
 """Bytes after which something that does not end is not an event."""
 LONGEST_GAP = 1 << 24
 """Bytes without an event after which the rest is not read: a hole, or zeros that unpack from nearly nothing."""
+_BETWEEN = re.compile(rb"(?<=\})\s*,?\s*(?=\{)")
+"""Between two events; a name may look like that, too."""
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+_SHAPE = msgspec.json.Decoder(tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...])
 
 
 class TimelineArguments(msgspec.Struct, gc=False):
@@ -61,6 +72,9 @@ class TimelineEvent(msgspec.Struct, gc=False):
     ts: float = -1.0
     pid: int = -1
     args: TimelineArguments | None = None
+
+
+_EVENT, _EVENTS = msgspec.json.Decoder(TimelineEvent), msgspec.json.Decoder(list[TimelineEvent])
 
 
 class Phase(NamedTuple):
@@ -120,23 +134,7 @@ def group_of(phase: str) -> str:
     Args:
         phase: a name as Horovod writes it, e.g. "WAIT_FOR_OTHER_TENSOR_DATA" or "NEGOTIATE_ALLREDUCE".
     """
-    if phase.startswith(COLLECTIVE_PREFIXES):
-        return "collective"
-    for prefix, group in _PREFIXES:
-        if phase.startswith(prefix):
-            return group
-    return "other"
-
-
-_PREFIXES = (
-    ("NEGOTIATE_", "negotiate"),
-    ("WAIT_FOR_", "wait for data"),
-    ("QUEUE", "queue"),
-    ("MEMCPY_IN_", "memcpy in"),
-    ("MEMCPY_OUT_", "memcpy out"),
-    ("INIT_", "set up"),
-    ("ALLOCATE_", "set up"),
-)
+    return next((group for beginnings, group in _GROUP_OF if phase.startswith(beginnings)), "other")
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -151,16 +149,6 @@ def shape_and_bytes(dtype: str, text: str) -> tuple[tuple[int, ...] | None, int 
         return None, None
     size = ITEM_SIZES.get(dtype, 0) * math.prod(shape)
     return shape, size if dtype in ITEM_SIZES and size < 1 << 60 else None
-
-
-_SHAPE = msgspec.json.Decoder(tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...])
-
-
-_EVENTS = msgspec.json.Decoder(list[TimelineEvent])
-_EVENT = msgspec.json.Decoder(TimelineEvent)
-_BETWEEN = re.compile(rb"(?<=\})\s*,?\s*(?=\{)")
-"""Between two events; a name may look like that, too."""
-_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 class _Open:

@@ -156,10 +156,11 @@ SYNCHRONISES = re.compile(
     r"|cudaMemcpy(_v\d+)?$|cu(Stream|Ctx|Event)Synchronize"
 )
 """Names of what the host calls and in which it waits for the device."""
-_STEP = re.compile(r"ProfilerStep[#*]\s*([0-9]{1,18})(?![0-9])")
+STEP_NAME = re.compile(r"ProfilerStep[#*]\s*([0-9]{1,18})(?![0-9])")
+"""With the number of the step."""
 _ANY = re.compile("")
 _ON_CPU = (
-    (_STEP, Kind.STEP),
+    (STEP_NAME, Kind.STEP),
     (re.compile(r"enumerate\(|hvdkit:data"), Kind.DATA),  # what PyTorch's DataLoader puts around each batch
     (re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):"), Kind.BACKGROUND),
     (re.compile(r"_?c10d(_functional(_autograd)?)?::|record_param_comms|hvdkit:"), Kind.CALL),
@@ -181,12 +182,6 @@ _KINDS = {
 def kind_of(category: str, name: str) -> Kind | None:
     """What an event is, by its category and its name as PyTorch wrote them; None for one that does not count."""
     return next((kind for pattern, kind in _KINDS[category] if pattern.match(name)), None)
-
-
-def step_number(name: str) -> int:
-    """The number in the name of a step, as ``ProfilerStep#12``."""
-    found = _STEP.match(name)
-    return int(found[1]) if found else -1
 
 
 _OF = re.compile(r"(?<![0-9])(\d{1,7})-of-(\d{1,7})(?![0-9])")

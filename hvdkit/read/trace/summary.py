@@ -16,7 +16,7 @@ from hvdkit.observe import lateness
 from hvdkit.observe.lateness import Floats
 from hvdkit.read.causes import by_cost
 from hvdkit.read.spans import common, covered, inside, joined, length, without
-from hvdkit.read.trace.reader import LABELS, ON_GPU, SYNCHRONISES, Kind, TraceColumns, collect, step_number
+from hvdkit.read.trace.reader import LABELS, ON_GPU, STEP_NAME, SYNCHRONISES, Kind, TraceColumns, collect
 from hvdkit.read.trace.results import IdleGpu, Operator, RankTrace, TraceStep, TraceSummary, TraceTimes, causes
 
 _Waits = dict[tuple[int, str, int], float]
@@ -180,7 +180,7 @@ def step_windows(columns: TraceColumns) -> list[tuple[int, float, float]]:
     rows = np.flatnonzero(columns.are(Kind.STEP))
     found: list[tuple[int, float, float]] = []
     for row in rows[np.argsort(columns.start[rows], kind="stable")].tolist():
-        number = step_number(columns.names[int(columns.name[row])])
+        number = int(STEP_NAME.findall(columns.names[int(columns.name[row])])[0])
         start, end = float(columns.start[row]), float(columns.end[row])
         if found and found[-1][0] == number and start < found[-1][2]:
             found[-1] = number, found[-1][1], max(end, found[-1][2])

@@ -266,10 +266,19 @@ def test_sizes_and_groups():
     assert shape_and_bytes("bfloat16", "[3, 4]") == ((3, 4), 24)
     assert shape_and_bytes("float64", "[]") == ((), 8)
     assert shape_and_bytes("int8", f"[{2**31}, {2**31}]")[1] is None, "more than any memory holds"
-    assert group_of("NCCL_ALLREDUCE") == "collective"
-    assert group_of("WAIT_FOR_OTHER_TENSOR_DATA") == "wait for data"
-    assert group_of("MEMCPY_IN_HOST_BUFFER") == "memcpy in"
-    assert group_of("SOMETHING_NEW") == "other"
+    groups = {
+        "NCCL_ALLREDUCE": "collective",
+        "GLOO_BROADCAST": "collective",
+        "NEGOTIATE_ALLREDUCE": "negotiate",
+        "WAIT_FOR_OTHER_TENSOR_DATA": "wait for data",
+        "QUEUE": "queue",
+        "INIT_NCCL": "set up",
+        "ALLOCATE_OUTPUT": "set up",
+        "MEMCPY_IN_HOST_BUFFER": "memcpy in",
+        "MEMCPY_OUT_HOST_BUFFER": "memcpy out",
+        "SOMETHING_NEW": "other",
+    }
+    assert {phase: group_of(phase) for phase in groups} == groups
 
 
 def test_a_file_that_opens_and_cannot_be_read_is_refused():

@@ -246,6 +246,17 @@ def test_late_ranks_are_those_of_the_ticks_and_else_not_guessed(tmp_path, capsys
     assert "--cache-capacity 0" in capsys.readouterr().out
 
 
+def test_a_rank_that_is_late_in_the_first_step_alone_is_not_to_blame(tmp_path):
+    costs = {}
+    for slow in (0, 1):
+        writer = Writer()
+        for step in range(11):
+            late = 8000 if step == slow else 4
+            writer.exchange(("a",), 1000 + step * 20_000, ticks={0: 0, 1: 2, 2: late})
+        costs[slow] = writer.summary(tmp_path).costs
+    assert costs == {0: {0: 0, 1: 0, 2: 0}, 1: {0: 0, 1: 0, 2: pytest.approx(799.8)}}
+
+
 @pytest.mark.parametrize("content", ["", "[]", "hello", "\x1f\x8b", '[{"ph": "B"}]'])
 def test_a_file_without_operations_is_one_sentence(content, tmp_path, capsys):
     (tmp_path / "no.json").write_text(content)

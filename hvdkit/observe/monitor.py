@@ -211,7 +211,7 @@ class Monitor(ABC):
     def saved(self, step: int) -> None:
         """The root has written a checkpoint."""
         if self._world.is_root and self._thread is not None:
-            self._thread.checkpoint(step)
+            self._thread.tell(step)
 
     def wants_norm(self) -> bool:
         """Whether the norm of this step's gradient is to be told."""
@@ -260,7 +260,7 @@ class Monitor(ABC):
         window.used = tuple(end - begin for begin, end in zip(before, self._used, strict=True))  # type: ignore[assignment]
         window.seconds, window.last = now - window.begun, self.step
         window.parameters = dict(self._parameters())
-        thread.window(window)
+        thread.tell(window)
 
     # Elastic trainings -----------------------------------------------------------------------------------------------
 

@@ -91,13 +91,9 @@ class MonitorThread(threading.Thread):
 
     # In the first thread ---------------------------------------------------------------------------------------------
 
-    def window(self, window: Window) -> None:
-        """Tell a window."""
-        self._items.put(window)
-
-    def checkpoint(self, step: int) -> None:
-        """Say that one is complete."""
-        self._items.put(step)
+    def tell(self, item: Window | int) -> None:
+        """Tell a window, or of which step a checkpoint is complete."""
+        self._items.put(item)
 
     def end(self, wait_s: float) -> bool:
         """Tell what was given, and no more; whether that was done after ``wait_s`` seconds."""

@@ -191,8 +191,6 @@ def step_windows(columns: TraceColumns) -> list[tuple[int, float, float]]:
 
 def _steps(columns: TraceColumns, sets: Sets) -> tuple[TraceStep, ...]:
     windows = step_windows(columns)
-    if not windows:
-        return ()
     starts, ends = np.array([window[1] for window in windows]), np.array([window[2] for window in windows])
     exposed = without(sets.communication, sets.computation)
     parts = [covered(part, starts, ends) / 1e3 for part in (sets.computation, exposed, sets.data)]

@@ -18,6 +18,8 @@ Floats = npt.NDArray[np.float64]
 
 STEADY = 0.4
 """Part of the mean loss that half of the steps must reach, else the loss comes now and then."""
+SIGMA = 1.4826
+"""Standard deviation of a normal distribution, by its median absolute deviation."""
 _MOST_SLOW = 0.75
 """Share of the ranks that may be slow together: the others are the reference."""
 _GAP = 0.5

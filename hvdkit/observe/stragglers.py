@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import name_ranks
-from hvdkit.observe.lateness import DOING, STEADY, Floats, computes_itself, lower_median, named, why
+from hvdkit.observe.lateness import DOING, SIGMA, STEADY, Floats, computes_itself, lower_median, named, why
 
 LASTING = 3
 """Windows in a row after which something is taken to last."""
@@ -24,7 +24,6 @@ _SHARE = 0.1
 """Of a step: a rank that is less behind the median is not called slow."""
 _SPREADS = 4.0
 """Times the spread of the ranks: what is nearer to the median is their usual difference."""
-_SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
 _LOSS_APART, _LOSS_SPREADS = 0.5, 6.0
 _MANY = 4
 """Ranks that are slow from the same window on beyond which one report names them all."""
@@ -118,7 +117,7 @@ class Scores:
             return []
         behind = own - lower_median(own)
         # of the faster half, for the other one may be slow
-        spread = _SIGMA * float(np.median(np.abs(behind[behind <= 0]))) if size > 3 else 0.0
+        spread = SIGMA * float(np.median(np.abs(behind[behind <= 0]))) if size > 3 else 0.0
         slow = behind > max(_SHARE * lower_median(ranks["step"]), _SPREADS * spread)
         others = float(own[~slow].max()) if not slow.all() else lower_median(own)
         more = {name: ranks[name] - lower_median(ranks[name]) for name in _MEASURED if name in ranks}
@@ -190,7 +189,7 @@ class Scores:
         if loss is None or len(loss) < 2 or not np.isfinite(loss).all():
             return []
         gap = np.abs(loss - lower_median(loss))
-        spread = _SIGMA * float(np.median(gap)) if len(loss) > 3 else 0.0
+        spread = SIGMA * float(np.median(gap)) if len(loss) > 3 else 0.0
         apart = gap > _LOSS_APART * abs(lower_median(loss)) + _LOSS_SPREADS * spread
         new = self._apart.window(apart, first)
         typical = f"the median of the ranks is {lower_median(loss):.4g}"

@@ -329,7 +329,7 @@ def _everywhere(job: StepTable) -> Iterator[_Candidate]:
             yield _shared(job, part, words, lost)
             continue
         usual = float(np.median(seconds))
-        spread = 1.4826 * float(np.median(np.abs(seconds - usual)))
+        spread = lateness.SIGMA * float(np.median(np.abs(seconds - usual)))
         heavy = np.where(seconds - usual > max(_STALL * job.step_s_usual, 6 * spread), seconds - usual, 0.0)
         if heavy.any():
             yield _shared(job, part, "first" if _goes_on_from_warmup(job, heavy) else "stall", heavy)

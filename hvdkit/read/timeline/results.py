@@ -63,7 +63,7 @@ class TensorSummary:
         tensor, kind, dtype, shape: what it is, as far as the file says.
         count: how many operations.
         bytes: of one operation, the largest; None where the file does not say.
-        phases: group of phases (model.GROUPS) to its distribution, "whole" from announcement to end.
+        phases: group of phases (reader.GROUPS) to its distribution, "whole" from announcement to end.
         role: "packed gradients", "outer step", "shard_state", "sync_batch_norm", or "" for any other.
     """
 

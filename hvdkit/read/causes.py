@@ -92,8 +92,24 @@ ADVICE = {
     "at the same steps on all ranks, or in another thread or process.",
     "late": "Look at the input of {who}, and at the device. Batches that come from no DataLoader are not seen: put "
     "record_steps (hvdkit.torch) around them, and it is told.",
+    "gc": "Collect less often or between epochs: gc.freeze() after the model is built, a higher gc.set_threshold, "
+    "gc.disable() with gc.collect() once in a while on all ranks at the same step.",
+    "fsync": "Write to a faster or local disk, less often, or in another thread; os.fsync waits until the disk has it.",
+    "saving": "Save less often, to a faster disk, or in another thread (hvdkit.torch's "
+    "Checkpoints(asynchronous=True)); the other ranks wait meanwhile.",
+    "evaluation": "Evaluate less often or on fewer samples, and on all ranks at once, each on a part of the samples.",
+    "shard_state": SENTENCES["shard_state"][1],
+    "pause": "Look at what is done there (saving, evaluation, logging): do it less often, on fewer samples, or in "
+    "another thread.",
+    "stall": "Look for what is done there (saving, evaluation, logging), or what stops a rank at once: a shared file "
+    "system, a scheduler, a device that is shared.",
+    "growth": "Look for what grows with the steps: a list that is never emptied, a graph that is kept (loss without "
+    "float()), new shapes or functions, a log that is read again, memory that is swapped, a clock that sinks.",
+    "first-steps": "It weighs less the longer the job: a cache that fills, files that are read for the first time, "
+    "compilation; leave these steps out of measurements.",
+    "exchange": "Look at the network at these times: other jobs, a link that is down, connections made anew.",
 }
-"""What to do about ranks that come late, by what they do (``lateness.DOING``)."""
+"""What to do about ranks that come late, by what they do (``lateness.DOING``), and about patterns of all ranks."""
 _ONCE = frozenset({"setup", "first-step", "first-steps"})
 """Kinds that happen once in a job, however long it is."""
 

@@ -46,7 +46,6 @@ _RECORDED = 2.0
 """How much more may be saved by what is only inferred."""
 _PATTERN = 0.6
 """Part of the whole allreduce from which on its growth, or its stalls, are named in its place."""
-_CHECKED = "saving, evaluation, logging"
 
 
 class StepCauses(NamedTuple):
@@ -274,7 +273,7 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
     if ranks:
         what, advice = f"{who} {'is' if len(ranks) == 1 else 'are'} late now and then.", (
             f"Look for what runs now and then on {who.lower()} alone: {'' if job.parts['input'].any() else 'input, '}"
-            f"{_CHECKED}, garbage collection, or another job on the host."
+            "saving, evaluation, logging, garbage collection, or another job on the host."
         )  # fmt: skip
     else:
         what, advice = SENTENCES["random-late"]
@@ -286,21 +285,10 @@ def _irregular(job: StepTable) -> Iterator[_Candidate]:
 
 def _events(job: StepTable) -> Iterator[_Candidate]:
     """Garbage collection, the disk, a checkpoint, an evaluation: what was recorded by name."""
-    known = {
-        "gc": ("gc", "Collect less often or between epochs: gc.freeze() after the model is built, a higher "
-            "gc.set_threshold, gc.disable() with gc.collect() once in a while on all ranks at the same step."),
-        "fsync": ("blocked", "Write to a faster or local disk, less often, or in another thread; os.fsync waits until "
-            "the disk has it."),
-        "saving": ("pause", "Save less often, to a faster disk, or in another thread (hvdkit.torch's "
-            "Checkpoints(asynchronous=True)); the other ranks wait meanwhile."),
-        "evaluation": ("pause", "Evaluate less often or on fewer samples, and on all ranks at once, each on a part of "
-            "the samples."),
-        "shard_state": ("shard_state", SENTENCES["shard_state"][1]),
-    }  # fmt: skip
+    kinds = {"gc": "gc", "fsync": "blocked", "saving": "pause", "evaluation": "pause", "shard_state": "shard_state"}
     for name, spent in job.events.items():
-        if name not in known:
+        if name not in kinds:
             continue
-        kind, advice = known[name]
         means = np.asarray(sum(part.mean(axis=1) for part in spent.values()))
         rows = [row for row, seconds in enumerate(means) if seconds >= 0.2 * means.max() > 0]
         if not rows:
@@ -310,8 +298,8 @@ def _events(job: StepTable) -> Iterator[_Candidate]:
         who = "Every rank" if everybody else named(ranks, len(job.numbers))
         at = lateness.when(np.asarray(sum(part.max(axis=0) for part in spent.values())))
         yield _Candidate(
-            kind, f"{who} {doing(name, ranks[:1] if everybody else ranks)}{at.words()}.",
-            f"{_ms(means.max())} a step, {_ms(at.each)} at a time", advice, _LEAST["event"],
+            kinds[name], f"{who} {doing(name, ranks[:1] if everybody else ranks)}{at.words()}.",
+            f"{_ms(means.max())} a step, {_ms(at.each)} at a time", ADVICE[name], _LEAST["event"],
             {part: spent[part] for part in PARTS}, spent["exchange"].max(axis=0) if "exchange" in spent else 0.0,
             ranks=() if everybody else ranks, recorded=True,
         )  # fmt: skip
@@ -387,21 +375,10 @@ def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
     else:
         evidence = f"{_ms(lost[lost > 0].mean())} longer in the first {until} of {job.warmup + job.steps} steps"
     tail = {
-        "growth": ", more with every step", "first": f" in the first {until} steps", "stall": "",
+        "growth": ", more with every step", "first": f" in the first {until} steps",
         "last": f" in the last {np.count_nonzero(lost)} steps",
-    }[words]  # fmt: skip
-    advice = {
-        "pause": f"Look at what is done there ({_CHECKED}): do it less often, on fewer samples, or in another thread.",
-        "stall": f"Look for what is done there ({_CHECKED}), or what stops a rank at once: a shared file system, a "
-        "scheduler, a device that is shared.",
-        "growth": "Look for what grows with the steps: a list that is never emptied, a graph that is kept (loss "
-        "without float()), new shapes or functions, a log that is read again, memory that is "
-        "swapped, a clock that sinks.",
-        "first-steps": "It weighs less the longer the job: a cache that fills, files that are read for the first time, "
-        "compilation; leave these steps out of measurements.",
-        "input-everywhere": SENTENCES["input-everywhere"][1],
-        "exchange": "Look at the network at these times: other jobs, a link that is down, connections made anew.",
-    }[kind]
+    }.get(words, "")  # fmt: skip
+    advice = SENTENCES[kind][1] if kind == "input-everywhere" else ADVICE[kind]
     if kind == "growth" and part == "exchange":
         advice = "Look for what is sent more of with every step (metrics, lists, rows of a table), and at the network."
     return _Candidate(

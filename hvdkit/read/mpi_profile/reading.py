@@ -118,7 +118,24 @@ def _read_ours(files: Sequence[tuple[Path, str]]) -> Profile:
     of_job = sorted((one for one in found if one[1].job == newest.job), key=lambda one: one[1].rank)
     parts = []
     for path, file in of_job:
-        calls = _calls(file)
+        calls = tuple(
+            Calls(
+                routine=group.routine,
+                calls=of_size.calls,
+                seconds=of_size.seconds,
+                bytes=of_size.bytes,
+                least_bytes=of_size.least_bytes,
+                most_bytes=of_size.most_bytes,
+                fastest_s=of_size.least_seconds,
+                wait_s=of_size.wait_seconds if file.wait_measured else None,
+                processes=group.processes or None,
+                caller=group.caller,
+                op=group.op,
+                datatype=group.type,
+            )
+            for group in file.calls
+            for of_size in group.bins
+        )
         rank = RankProfile(file.rank, file.state, file.seconds, sum(row.seconds for row in calls), calls)
         parts.append((path, file.size, rank))
     notes = []
@@ -137,27 +154,6 @@ def _read_ours(files: Sequence[tuple[Path, str]]) -> Profile:
     return of_ranks(HVDKIT, parts, {}, notes, newest.library)
 
 
-def _calls(file: RankFile) -> tuple[Calls, ...]:
-    return tuple(
-        Calls(
-            routine=group.routine,
-            calls=of_size.calls,
-            seconds=of_size.seconds,
-            bytes=of_size.bytes,
-            least_bytes=of_size.least_bytes,
-            most_bytes=of_size.most_bytes,
-            fastest_s=of_size.least_seconds,
-            wait_s=of_size.wait_seconds if file.wait_measured else None,
-            processes=group.processes or None,
-            caller=group.caller,
-            op=group.op,
-            datatype=group.type,
-        )
-        for group in file.calls
-        for of_size in group.bins
-    )
-
-
 def _read_mpitrace(files: Sequence[tuple[Path, str]]) -> Profile:
     """The profile of a job.
 
@@ -166,13 +162,13 @@ def _read_mpitrace(files: Sequence[tuple[Path, str]]) -> Profile:
     Raises:
         CorruptDataError: a file is cut off, its parts disagree, or the files are of different jobs.
     """
-    found = [_read_mpitrace_rank(path, text) for path, text in files]
+    found = [_read_mpitrace_file(path, text) for path, text in files]
     times = {number: seconds for *_, of_all in found for number, seconds in of_all.items()}
     note = "mpitrace rounds bytes to a tenth per call and seconds to a millisecond."
     return of_ranks(MPITRACE, [(path, size, rank) for path, size, rank, _ in found], times, (note,))
 
 
-def _read_mpitrace_rank(path: Path, text: str) -> tuple[Path, int, RankProfile, dict[int, float]]:
+def _read_mpitrace_file(path: Path, text: str) -> tuple[Path, int, RankProfile, dict[int, float]]:
     """One rank's file: number of ranks, the rank with its calls, and in that of rank 0 the seconds of all in MPI."""
     lines = text.splitlines()
     head = _HEAD.match(lines[0]) if lines else None
@@ -200,7 +196,7 @@ def _read_mpitrace_rank(path: Path, text: str) -> tuple[Path, int, RankProfile, 
             else:
                 table = ""
         elif table == "routines" and row and row[1]:
-            routines[row[1]] = _calls_of_row(row[1], row)
+            routines[row[1]] = _calls(row[1], row)
         elif table == "routines" and line.startswith("MPI_") and not line.startswith("MPI_Routine"):
             raise CorruptDataError(
                 f"{path}, line {number}: expected a routine with calls, bytes and seconds, got {line[:60]!r}."
@@ -209,7 +205,7 @@ def _read_mpitrace_rank(path: Path, text: str) -> tuple[Path, int, RankProfile, 
             routine = heading[1]
             sizes[routine] = []
         elif table == "sizes" and routine and row and not row[1]:
-            sizes[routine] += _calls_of_row(routine, row)
+            sizes[routine] += _calls(routine, row)
         elif not elapsed and (match := _ELAPSED.match(line)):
             elapsed = match[1]
     if not elapsed or not begun:
@@ -229,7 +225,7 @@ def _read_mpitrace_rank(path: Path, text: str) -> tuple[Path, int, RankProfile, 
     return path, int(head[2]), rank, times
 
 
-def _calls_of_row(routine: str, row: re.Match[str]) -> list[Calls]:
+def _calls(routine: str, row: re.Match[str]) -> list[Calls]:
     count = int(row[2])
     return [Calls(routine, count, float(row[4]), bytes=count * float(row[3]))] if count else []
 

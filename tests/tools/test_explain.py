@@ -24,6 +24,7 @@ from explain_jobs import (
     first_steps_of_all,
     first_steps_of_one,
     fsync,
+    garbage,
     growth_of_all,
     half_of_the_ranks,
     input_everywhere,
@@ -74,6 +75,19 @@ SAYS = {
     first_15_steps: "in the first 15 steps",
     two_bound_to_one_core: "share cores by their binding",
 }
+ADVISES = {
+    garbage: "Collect less often",
+    fsync: "Write to a faster or local disk",
+    saving_of_all: "Save less often",
+    named_evaluation_of_the_root: "Evaluate less often",
+    sharing_of_all: "leave shard_state out",
+    pause_of_all: "what is done there",
+    stall_of_all: "what stops a rank at once",
+    growth_of_all: "what grows with the steps",
+    first_steps_of_all: "Load ahead of the computation",
+    first_15_steps: "It weighs less the longer the job",
+    input_everywhere: "Load ahead of the computation",
+}
 
 
 @pytest.mark.parametrize("inject", INJECTED, ids=lambda inject: inject.__name__)
@@ -84,7 +98,7 @@ def test_an_injected_cause_is_the_one_and_its_cost_is_right(tmp_path, inject):
     kind, ranks, lost = INJECTED[inject]
     assert (cause.kind, cause.ranks) == (kind, ranks)
     assert cause.lost_s == pytest.approx(lost, rel=0.3)
-    assert SAYS.get(inject, "") in cause.what
+    assert SAYS.get(inject, "") in cause.what and ADVISES.get(inject, "") in cause.advice
     assert cause.per_step == (kind not in ("first-step", "first-steps"))
 
 

@@ -120,6 +120,7 @@ def test_our_files(tmp_path):
         "MPI_Allreduce", "horovod", "MPI_BAND", "MPI_LONG_LONG_INT",
     )  # fmt: skip
     assert (first.calls, first.bytes, first.least_bytes, first.processes, first.wait_s) == (1000, 8000, 8, 4, None)
+    assert (first.seconds, first.fastest_s) == (pytest.approx(1.0), 5e-4)
     assert profile.library == "Open MPI v5.0.11"
 
 

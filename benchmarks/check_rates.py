@@ -22,8 +22,7 @@ from pathlib import Path
 
 from check_mistakes import MISTAKES, Text
 
-from hvdkit.prepare.check.report import check_script
-from hvdkit.prepare.check.rules import RULES
+from hvdkit.prepare.check.rules import RULES, check_script
 from hvdkit.prepare.check.source import Script, read_script
 
 SEVERAL = re.compile(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -486,3 +487,26 @@ def _part(arrays: Sequence[Array]) -> Array:
     stride = max(1, total // _MOST_NUMBERS)
     parts: Iterator[Array] = (np.asarray(one, dtype=np.float64).reshape(-1)[::stride] for one in arrays)
     return np.concatenate([np.zeros(0), *parts])
+
+
+# A script in the place of another -------------------------------------------------------------------------------------
+
+
+def run_script(source: str, script: str) -> None:
+    """Run what ``source`` holds as ``script`` would run: with its name, directory and arguments, from fixed seeds."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = script
+    sys.argv[:] = [script, *sys.argv[3:]]
+    sys.path.insert(0, str(Path(script).resolve().parent))  # -P has left it out
+    here = current()
+    seed(here.seed)
+    try:
+        exec(compile(Path(source).read_bytes(), script, "exec"), vars(module))  # noqa: S102 - the user's own script
+    finally:
+        here.write()
+
+
+if __name__ == "__main__":  # python -P -m hvdkit.observe.trial SOURCE SCRIPT.py ARGUMENT ...
+    from hvdkit.observe import trial  # whose ``current`` the frameworks' marks ask
+
+    trial.run_script(sys.argv[1], sys.argv[2])

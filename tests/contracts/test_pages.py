@@ -12,7 +12,7 @@ from pages import DOCS, blocks, every_command
 from programs_pages import OF_THEIR_OWN, RUN, Place
 
 from hvdkit.cli import COMMANDS
-from hvdkit.prepare.check.report import check_script
+from hvdkit.prepare.check.rules import check_script
 from hvdkit.prepare.check.source import Script
 
 ROOT = Path(__file__).parents[2]

@@ -17,16 +17,15 @@ from ranks import on_ranks
 from hvdkit.observe import trial as trials
 from hvdkit.observe import trial_marks
 from hvdkit.observe.startup import sitecustomize
-from hvdkit.prepare.port import edits, run
-from hvdkit.prepare.trial import as_script
-from hvdkit.prepare.trial import attempt as trial
+from hvdkit.prepare.port import edits, trial
+from hvdkit.prepare.port.cli import port_script
 
 DATA = Path(__file__).parents[1] / "data" / "port" / "before"
 
 
 def program(name: str) -> Path:
     """The ported program, in the directory of the test."""
-    found = run.port(edits.read(str(DATA / name)))
+    found = port_script(edits.read(str(DATA / name)))
     assert found.left == ()
     path = Path.cwd() / f"ported_{os.getpid()}_{name}"
     path.write_bytes(found.after)
@@ -151,7 +150,7 @@ losses = history.history["d_loss"]
 
 @on_ranks("keras", n=2)
 def test_a_train_step_that_counts_no_samples(everyone):
-    found = run.port(edits.ScriptText("own.py", OWN_STEP.encode(), ast.parse(OWN_STEP)))
+    found = port_script(edits.ScriptText("own.py", OWN_STEP.encode(), ast.parse(OWN_STEP)))
     assert found.left == ()
     path = Path.cwd() / f"own_{os.getpid()}.py"
     path.write_bytes(found.after)
@@ -187,7 +186,7 @@ def recorded(directory: Path, source: str, *, batches: Path | str = "", steps: i
             getattr(trial_marks, function)(sys.modules[module])
     sys.argv[1:] = []
     with contextlib.suppress(SystemExit):
-        as_script.main(source, source)
+        trials.run_script(source, source)
 
 
 @on_ranks("torch", "keras", "tensorflow", n=2, fresh=True)
@@ -250,7 +249,7 @@ def test_a_script_is_looked_into_as_it_is(tmp_path):
 def test_a_learning_rate_on_one_rank_that_is_not_the_scripts_differs(tmp_path):
     script = edits.read(str(DATA / "single_torch.py"))
     once, twice = b"hk.scale_lr(args.lr, world)", b"hk.scale_lr(2 * args.lr, world)"
-    after = run.port(script).after
+    after = port_script(script).after
     assert once in after
     found = trial.attempt(trial.Scripts(script.path, script.content, after.replace(once, twice)), [], 3, 300.0)
     assert found.verdict == "Differs: on 1 rank the learning rate is not the script's own." and not found.ok

@@ -12,8 +12,7 @@ from textwrap import indent
 import pytest
 
 from hvdkit import cli
-from hvdkit.prepare.check.report import Checked, check_script
-from hvdkit.prepare.check.rules import RULES
+from hvdkit.prepare.check.rules import RULES, Checked, check_script
 from hvdkit.prepare.check.source import Script, read_script
 from hvdkit.prepare.check.steps import JudgedCase
 

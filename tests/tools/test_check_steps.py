@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.prepare.check.report import Checked, check_script
+from hvdkit.prepare.check.rules import Checked, check_script
 from hvdkit.prepare.check.source import Script, read_script
 from hvdkit.prepare.check.steps import Verdict
 

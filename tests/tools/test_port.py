@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.prepare.check.report import check_script
+from hvdkit.prepare.check.rules import check_script
 from hvdkit.prepare.check.source import Script
-from hvdkit.prepare.port import edits, run
+from hvdkit.prepare.port import edits
+from hvdkit.prepare.port.cli import Ported, port_script
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "port"
@@ -45,9 +46,9 @@ for epoch in range(2):
 """
 
 
-def ported(content: str | bytes, path: str = "train.py") -> run.Ported:
+def ported(content: str | bytes, path: str = "train.py") -> Ported:
     made = content.encode() if isinstance(content, str) else content
-    return run.port(edits.ScriptText(path, made, ast.parse(made)))
+    return port_script(edits.ScriptText(path, made, ast.parse(made)))
 
 
 def after(content: str) -> str:
@@ -63,7 +64,7 @@ def one_reason(content: str, changed: bool = True) -> str:
 
 @pytest.mark.parametrize("path", BEFORE, ids=lambda path: path.stem)
 def test_a_script_is_ported_whole(path: Path) -> None:
-    found = run.port(edits.read(str(path)))
+    found = port_script(edits.read(str(path)))
     wanted = DATA / "after" / path.name
     if os.environ.get("HVDKIT_GOLDEN"):
         wanted.write_bytes(found.after)
@@ -73,11 +74,11 @@ def test_a_script_is_ported_whole(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_script_is_python_again_with_no_finding_that_is_not_listed_and_stays_the_second_time(path: Path) -> None:
-    found = run.port(edits.read(str(path)))
+    found = port_script(edits.read(str(path)))
     tree = ast.parse(found.after)
     listed = {(one.line, one.why) for one in found.left}
     assert {(one.line, one.what) for one in check_script(Script("", tree)).findings} <= listed
-    assert run.port(edits.ScriptText("train.py", found.after, tree)).after == found.after
+    assert port_script(edits.ScriptText("train.py", found.after, tree)).after == found.after
     if found.library == "hvdkit":
         assert found.after == path.read_bytes()
 

@@ -10,7 +10,7 @@ import pytest
 from hvdkit import cli
 from hvdkit.observe import trial as trials
 from hvdkit.observe.trial import Trial, TrialRecording, WantedTrial
-from hvdkit.prepare.trial import attempt as trial
+from hvdkit.prepare.port import trial
 
 SCRIPT = """\
 import torch

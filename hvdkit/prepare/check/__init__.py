@@ -6,17 +6,15 @@ its turn. Whatever the text does not settle is said to be undecided.
 
 ::
 
-    source.py          a file as a syntax tree, or one sentence why not
-    libraries.py       the tables: which packages are known, what each function of Horovod, hvdkit and PyTorch is for
-    calls.py           what the text of a call says, and which argument fills which parameter
-    flow.py            where a value can come from: names, the assignments that reach a use, functions, objects
-    trace.py           the calls in the order in which they run, with the conditions they run under
-    case.py            a script as steps and rules see it: ranks, optimizers, loops over data
-    parts.py           what each rank trains on
-    writes.py          where a checkpoint is written
-    steps.py           the table of the eight steps, and what is said of each
-    rules.py           the table of rules: a script in, lines out
-    find.py            the functions of its rows; find_metrics.py and find_branches.py those of two large ones
-    report.py          as text and as JSON
-    cli.py             the command ``hvdkit check``
+    source.py            a file as a syntax tree, or one sentence why not; what the text of a call says
+    libraries.py         the tables: which packages are known, what each function of Horovod, hvdkit and PyTorch is for
+    flow.py              where a value can come from: names, the assignments that reach a use, functions, objects
+    trace.py             the calls in the order in which they run, with the conditions they run under
+    case.py              a script as steps and rules see it: ranks, optimizers, loops over data
+    ranks.py             what each rank trains on, and where it writes
+    steps.py             the table of the eight steps, and what is said of each
+    rules.py             the table of rules: a script in, findings out
+    find.py              the functions of its rows
+    find_collectives.py  those about collectives: which some ranks never reach, and which metrics lack
+    cli.py               the command ``hvdkit check``: as text and as JSON
 """

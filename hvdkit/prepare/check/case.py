@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hvdkit.prepare.check import libraries
-from hvdkit.prepare.check.calls import argument, arguments, has_stars, makes_object, method, receiver, word
 from hvdkit.prepare.check.flow import LOOPS, Flow, remembered
 from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, RANKS, VARIABLES, Role, role
+from hvdkit.prepare.check.source import argument, arguments, has_stars, makes_object, method, receiver, word
 from hvdkit.prepare.check.trace import Condition, Event, Tracer
 
 _TOPOLOGY = {

@@ -6,11 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from hvdkit.prepare.check import steps, writes
-from hvdkit.prepare.check.calls import argument, arguments, is_constant, makes_object, method, receiver, word
+from hvdkit.prepare.check import steps
 from hvdkit.prepare.check.case import Case, Update
 from hvdkit.prepare.check.flow import everything
 from hvdkit.prepare.check.libraries import NUMBERS, RANKS, SAMPLERS, Role, role
+from hvdkit.prepare.check.ranks import BACKUP
+from hvdkit.prepare.check.source import argument, arguments, is_constant, makes_object, method, receiver, word
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -393,8 +394,8 @@ def _is_loaded_later(case: JudgedCase, event: Event) -> bool:
 
 def lone_backups(case: JudgedCase) -> Iterator[Event]:
     """``BackupAndRestore`` on some ranks only: the others do not go on where it does."""
-    for event in case.named(writes.BACKUP):
-        if not writes.has_own_path(case, event.node) and writes.where_it_writes(case, event) == "some ranks":
+    for event in case.named(BACKUP):
+        if not case.has_own_path(event.node) and case.where_it_writes(event) == "some ranks":
             yield event
 
 

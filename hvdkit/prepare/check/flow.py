@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from hvdkit.prepare.check.calls import FunctionNode, argument, arguments, default_of, given_for, position
 from hvdkit.prepare.check.libraries import KEPT_AS_IT_IS, KNOWN_PACKAGES, OTHER_DISTRIBUTORS, canonical, role
+from hvdkit.prepare.check.source import FunctionNode, argument, arguments, default_of, given_for, position
 
 Node = TypeVar("Node", bound=ast.AST)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -175,6 +175,12 @@ class Flow:
         while node not in self._blocks and node in self.parents:
             node = self.parents[node]
         return node
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements among which one stands."""
+        around, name = self._blocks[statement]
+        beside: list[ast.stmt] = getattr(around, name)
+        return beside
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The function, class or module in whose scope an expression or statement runs."""

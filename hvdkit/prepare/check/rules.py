@@ -6,7 +6,8 @@ import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import find, find_branches, find_metrics
+from hvdkit.prepare.check import find, find_collectives
+from hvdkit.prepare.check.source import Script, too_deep
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 
@@ -310,7 +311,7 @@ RULES = (
         "the number is that of 1/n of the samples, and another on every rank",
         "average it first: hvd.allreduce(value), MetricAverageCallback(), torch.distributed.all_reduce, or "
         "hk.average_metrics({{'accuracy': (correct, count)}}, world)",
-        find_metrics.unaveraged,
+        find_collectives.unaveraged,
     ),
     Rule(
         "download-on-every-rank",
@@ -325,7 +326,7 @@ RULES = (
         "`{}` is a call that all ranks make together, on a branch that only some take",
         "the ranks on the branch wait forever for the others",
         "call it on every rank and keep under the condition only what belongs to one, such as printing",
-        find_branches.on_some_ranks,
+        find_collectives.on_some_ranks,
     ),
 )
 """The rules, in the order of the steps."""
@@ -356,3 +357,24 @@ def _place(place: Place) -> tuple[int, str]:
         return place, ""
     node = place.node.func if isinstance(place, Event) else place
     return node.lineno, ast.unparse(node)
+
+
+class Checked(JudgedCase):
+    """One script, what is said of its steps, and its findings by line."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script.tree)
+        self.path = script.path
+        self.findings = examine(self)
+
+
+def check_script(script: Script) -> Checked:
+    """Check one script.
+
+    Raises:
+        InvalidArgumentError: its expressions are nested too deeply to be followed.
+    """
+    try:
+        return Checked(script)
+    except RecursionError as error:
+        raise too_deep(script.path) from error

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check import writes
-from hvdkit.prepare.check.calls import (
+from hvdkit.prepare.check.case import once, over
+from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, SAMPLERS, Role
+from hvdkit.prepare.check.ranks import KERAS_WRITERS, SHARDED, STATES, UNCLEAR, WHOLE, DataCase
+from hvdkit.prepare.check.source import (
     argument,
     arguments,
     entries,
@@ -19,9 +21,6 @@ from hvdkit.prepare.check.calls import (
     method,
     receiver,
 )
-from hvdkit.prepare.check.case import once, over
-from hvdkit.prepare.check.libraries import LOADERS, NUMBERS, SAMPLERS, Role
-from hvdkit.prepare.check.parts import SHARDED, UNCLEAR, WHOLE, DataCase
 from hvdkit.prepare.check.trace import Event
 
 DONE = "done"
@@ -70,8 +69,12 @@ def _missing(blamed: Iterable[int], note: str = "") -> Verdict:
     return Verdict(MISSING, note, (), tuple(sorted(set(blamed))))
 
 
+def _undecided(note: str) -> Verdict:
+    return Verdict(UNDECIDED, note)
+
+
 def _may_do_it(who: str) -> Verdict:
-    return Verdict(UNDECIDED, f"{who} may do it, which is not read here")
+    return _undecided(f"{who} may do it, which is not read here")
 
 
 # 1: initialise --------------------------------------------------------------------------------------------------------
@@ -84,17 +87,11 @@ def _init(case: DataCase) -> Verdict:
     if reached:
         return _done(case.lines(reached))
     if events:
-        return Verdict(
-            UNDECIDED, f"line {events[0].node.lineno} does it, in a function that nothing in this text calls"
-        )
+        return _undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
     if doubts := [*case.others, *case.strangers()]:
         return _may_do_it(doubts[0])
     uses = case.having(*NUMBERS, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE)
-    return (
-        _missing(case.lines(uses)[:1])
-        if uses
-        else Verdict(UNDECIDED, "the library is imported and nothing of it is used")
-    )
+    return _missing(case.lines(uses)[:1]) if uses else _undecided("the library is imported and nothing of it is used")
 
 
 # 2: pin one GPU per process -------------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ def _pin(case: DataCase) -> Verdict:
     if used:
         return _missing(used[:1])
     if {name.split(".")[0] for name in case.used} & {"tensorflow", "keras"}:
-        return Verdict(UNDECIDED, "TensorFlow takes every GPU that it sees; the text does not say whether there is one")
+        return _undecided("TensorFlow takes every GPU that it sees; the text does not say whether there is one")
     return Verdict(NOT_NEEDED, "no GPU is used")
 
 
@@ -171,14 +168,14 @@ def _learning_rate(case: DataCase) -> Verdict:
             unscaled.append(event.node.lineno)
     if unscaled and not set_later:
         if changes:
-            return Verdict(UNDECIDED, f"line {changes[0][0]} sets the learning rate anew")
+            return _undecided(f"line {changes[0][0]} sets the learning rate anew")
         return _no_scaling_needed(case) or _missing(unscaled)
     if scaled:
         return _done(scaled)
     if unclear:
-        return Verdict(UNDECIDED, unclear)
+        return _undecided(unclear)
     hidden = case.handed_away
-    return _may_do_it(hidden) if hidden else Verdict(UNDECIDED, "no optimizer is made in this text")
+    return _may_do_it(hidden) if hidden else _undecided("no optimizer is made in this text")
 
 
 def _rates(case: DataCase, call: ast.Call) -> list[ast.expr]:
@@ -248,9 +245,7 @@ def _no_scaling_needed(case: DataCase) -> Verdict | None:
     if case.others:
         return _may_do_it(case.others[0])
     if case.library == "ddp":
-        return Verdict(
-            UNDECIDED, "no factor for the number of processes; the rate may have been tuned for the whole job"
-        )
+        return _undecided("no factor for the number of processes; the rate may have been tuned for the whole job")
     for event in [*case.having(Role.DISTRIBUTE), *case.reduces_gradients()]:
         if case.operations(event.node) & {"sum", "adasum"}:
             return Verdict(NOT_NEEDED, "gradients are summed or combined by Adasum, not averaged", (event.node.lineno,))
@@ -269,9 +264,9 @@ def _distribute(case: DataCase) -> Verdict:
     if by_hand := case.reduces_gradients():
         return _done(case.lines(by_hand), "by hand")
     if doubt := case.elsewhere():
-        return Verdict(UNDECIDED, doubt)
+        return _undecided(doubt)
     if not case.steps:
-        return Verdict(UNDECIDED, "nothing is trained in this text")
+        return _undecided("nothing is trained in this text")
     tapes = [event for event in case.steps if method(event.node) == "gradient"]
     makers = tapes or case.optimizers or [update.event for update in case.updates] or case.steps
     return _missing(case.lines(makers[:1]))
@@ -300,7 +295,7 @@ def _broadcast(case: DataCase) -> Verdict:
         return _missing(case.lines(lacking), "a part of the state is sent") if lacking else _done(case.lines(sent))
     # It belongs at ``fit``, or where the optimizer is distributed, or at the first step.
     place = case.fits or wrapped or case.steps
-    return Verdict(UNDECIDED, doubt) if doubt else _missing(case.lines(place[:1]))
+    return _undecided(doubt) if doubt else _missing(case.lines(place[:1]))
 
 
 def _only_optimizers(case: DataCase, sent: list[Event]) -> list[Event]:
@@ -370,19 +365,21 @@ def loads(case: DataCase) -> list[Event]:
 def _checkpoint(case: DataCase) -> Verdict:
     kept = case.having(Role.CHECKPOINTS, Role.CHECKPOINT_CALLBACK)
     if case.guards_fit:
-        kept += [event for event in case.events if case.name(event.node) in writes.KERAS_WRITERS]
+        kept += [event for event in case.events if case.name(event.node) in KERAS_WRITERS]
     kept += [event for event in case.having(Role.FIT) if argument(event.node, "checkpoint_dir") is not None]
-    states: dict[str, list[Event]] = {state: [] for state in writes.STATES}
-    for event in once(event for event in case.events if writes.writes(case, event.node) and not case.is_locked(event)):
-        states[writes.where_it_writes(case, event)].append(event)
+    states: dict[str, list[Event]] = {state: [] for state in STATES}
+    for event in once(
+        event for event in case.events if case.writes_checkpoint(event.node) and not case.is_locked(event)
+    ):
+        states[case.where_it_writes(event)].append(event)
     if everywhere := states["every rank"]:
         return _missing(case.lines(everywhere), "a checkpoint is written by every rank")
     if lines := case.lines([*kept, *states["some ranks"]]):
         return _done(lines)
     if unclear := case.lines(states["unknown"]):
-        return Verdict(UNDECIDED, f"whether line {unclear[0]} runs on one rank or on all, the text does not say")
+        return _undecided(f"whether line {unclear[0]} runs on one rank or on all, the text does not say")
     doubt = case.elsewhere()
-    return Verdict(UNDECIDED, doubt) if doubt else Verdict(NOT_NEEDED, "no checkpoint is written")
+    return _undecided(doubt) if doubt else Verdict(NOT_NEEDED, "no checkpoint is written")
 
 
 # 7: shard the data ----------------------------------------------------------------------------------------------------
@@ -394,17 +391,15 @@ def _shard(case: DataCase) -> Verdict:
     whole = [line for part in parts if part.kind == WHOLE for line in part.lines[:1]]
     unclear = next((part for part in parts if part.kind == UNCLEAR), None)
     if whole and forgotten and not sharded:
-        return Verdict(UNDECIDED, f"not sharded; random draws would do, with the steps of line {forgotten[0]} divided")
+        return _undecided(f"not sharded; random draws would do, with the steps of line {forgotten[0]} divided")
     if whole:
         return _missing(whole)
     if sharded:
         return _done(sharded)
     if unclear is not None:
-        return Verdict(UNDECIDED, f"not sharded in this text, and {unclear.why}")
+        return _undecided(f"not sharded in this text, and {unclear.why}")
     anywhere = case.lines([*case.having(Role.SHARD), *case.named(*SAMPLERS)])
-    return (
-        _done(anywhere) if anywhere else Verdict(UNDECIDED, "where the training data come from the text does not show")
-    )
+    return _done(anywhere) if anywhere else _undecided("where the training data come from the text does not show")
 
 
 # 8: same steps per epoch ----------------------------------------------------------------------------------------------
@@ -429,10 +424,8 @@ def _steps_per_epoch(case: DataCase) -> Verdict:
     if WHOLE in kinds:
         return _missing((), "an epoch is the whole data set on every rank; sharding it (step 7) divides the steps")
     if SHARDED in kinds:
-        return Verdict(
-            UNDECIDED, "the parts may differ by a sample, and one batch more on one rank makes it wait forever"
-        )
-    return Verdict(UNDECIDED, "how many steps make an epoch the text does not show")
+        return _undecided("the parts may differ by a sample, and one batch more on one rank makes it wait forever")
+    return _undecided("how many steps make an epoch the text does not show")
 
 
 def _undivided_lines(case: DataCase) -> list[int]:
@@ -526,5 +519,5 @@ class JudgedCase(DataCase):
         training = {event.order for event in self.steps}
         if any(event.reached and (event.order in training or self.role(event.node)) for event in self.events):
             return found
-        elsewhere = Verdict(UNDECIDED, "this text only defines functions; what calls them may do it")
+        elsewhere = _undecided("this text only defines functions; what calls them may do it")
         return [elsewhere if verdict.status == MISSING else verdict for verdict in found]

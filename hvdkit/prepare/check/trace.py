@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hvdkit.prepare.check.calls import FunctionNode, arguments
 from hvdkit.prepare.check.flow import FUNCTIONS, Flow
+from hvdkit.prepare.check.source import FunctionNode, arguments
 
 _MOST_EVENTS = 60_000
 _MOST_VISITS = 6

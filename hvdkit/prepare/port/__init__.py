@@ -1,18 +1,16 @@
-"""Writes the eight steps into a training script.
+"""Writes the eight steps into a training script, and proves by ``--try`` that both scripts take the same steps.
 
 ``check`` says where the steps are missing. This room changes text, by what ``check`` knows of the script's data flow.
-``--try`` is a room of its own, ``prepare/trial``.
 
 ::
 
-    edits.py          a script's text, and changes to it that are collected first and made at once
-    plan.py           one script's port: where the topology lives, rank and size, what stays and why
-    from_horovod.py   from Horovod: PyTorch, Keras' fit and TensorFlow's tape
-    from_ddp.py       from DistributedDataParallel
-    from_single.py    from one process: PyTorch, Keras' fit and TensorFlow's tape
-    on_root.py        what writes and prints: on the root alone
-    seeds.py          random numbers: the same data on all ranks, each rank's own in training
-    keras_2.py        spellings that Keras 3 does not know
-    run.py            a script in, the ported one without unused imports, and what is left, out
-    cli.py            the command ``hvdkit port``
+    edits.py           a script's text, and changes to it that are collected first and made at once
+    plan.py            one script's port: where the topology lives, rank and size, what stays and why
+    from_horovod.py    from Horovod: PyTorch, Keras' fit and TensorFlow's tape
+    from_ddp.py        from DistributedDataParallel
+    from_single.py     from one process: what all have in common, and PyTorch
+    from_single_tf.py  from one process: Keras' fit and TensorFlow's tape; spellings that Keras 3 does not know
+    each_rank.py       what the root alone does (files, prints), and which random numbers each rank draws
+    cli.py             the command ``hvdkit port``: a script in, the ported one and what is left, out
+    trial.py           ``--try``: both scripts run for a few steps, observe/trial.py looks into them, and are compared
 """

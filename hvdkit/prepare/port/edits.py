@@ -38,11 +38,6 @@ class ScriptText:
         text, self.encoding = decoded(content)
         self._data = text.encode()
         self._starts = [0, *(end.end() for end in re.finditer(rb"\r\n|\r|\n", self._data))]
-        self._blocks: dict[ast.AST, list[ast.stmt]] = {}
-        for node in ast.walk(tree):
-            for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
-                if isinstance(block, list):
-                    self._blocks |= dict.fromkeys(block, block)
 
     @cached_property
     def module(self) -> cst.Module:
@@ -89,10 +84,6 @@ class ScriptText:
         """Where a node begins and ends, in bytes of UTF-8."""
         end = self._starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         return self._starts[node.lineno - 1] + node.col_offset, end
-
-    def block(self, statement: ast.AST) -> list[ast.stmt]:
-        """The statements among which one stands."""
-        return self._blocks.get(statement, [])
 
     def source(self, node: ast.AST) -> str:
         """The text of an expression, as the owner wrote it, on one line."""

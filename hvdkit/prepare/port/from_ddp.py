@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from hvdkit.prepare.check.calls import argument, has_stars, receiver
 from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
+from hvdkit.prepare.check.source import argument, has_stars, receiver
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single
 from hvdkit.prepare.port.plan import PortPlan, Unsure

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from textwrap import indent
 
-from hvdkit.prepare.check.calls import (
+from hvdkit.prepare.check.case import once
+from hvdkit.prepare.check.libraries import Role
+from hvdkit.prepare.check.source import (
     FunctionNode,
     argument,
     arguments,
@@ -15,10 +17,8 @@ from hvdkit.prepare.check.calls import (
     method,
     receiver,
 )
-from hvdkit.prepare.check.case import once
-from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port import keras_2
+from hvdkit.prepare.port.from_single_tf import spell_for_keras_3
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _BINDINGS = {f"horovod.{one}": one for one in ("torch", "keras", "tensorflow")} | {"horovod.tensorflow.keras": "keras"}
@@ -62,7 +62,7 @@ def port(plan: PortPlan) -> None:
         _torch(plan)
     else:
         _tensorflow(plan)
-        keras_2.port(plan)
+        spell_for_keras_3(plan)
     plan.replace_numbers("horovod.")
 
 
@@ -172,7 +172,7 @@ def _broadcasts(plan: PortPlan) -> None:
             continue
         with plan.sure():
             statement = plan.alone(call)
-            beside = plan.text.block(statement)
+            beside = plan.case.block(statement)
             below = beside[beside.index(statement) + 1 :][:1]
             sent = {name: call}
             if name == "broadcast_parameters":
@@ -235,7 +235,7 @@ def _pin(plan: PortPlan) -> None:
     for event in made[:1]:
         home = plan.statement(event.node)
         name = ast.unparse(home.targets[0]) if isinstance(home, ast.Assign) else ""
-        beside = plan.text.block(home)
+        beside = plan.case.block(home)
         uses = [node for node in case.nodes if isinstance(node, ast.Name) and node.id == name]
         parts = dict.fromkeys(next((x for x in (one, *case.ancestors(one)) if x in beside), None) for one in uses)
         rest = [part for part in parts if part is not home]
@@ -335,7 +335,7 @@ def _broadcast_variables(plan: PortPlan) -> None:
         else:
             model = plan.src(holder.value)
     statements = [plan.alone(call) for call in calls]
-    beside = plan.text.block(statements[0])
+    beside = plan.case.block(statements[0])
     around = plan.case.parents[statements[0]]
     if not model or not all(statement in beside for statement in statements):
         raise Unsure(statements[0], "the text does not show whose variables these are", write)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from libcst import CSTNode
 
-from hvdkit.prepare.check.calls import FunctionNode, arguments, method
 from hvdkit.prepare.check.case import once
 from hvdkit.prepare.check.libraries import Role
+from hvdkit.prepare.check.source import FunctionNode, arguments, method
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.edits import Edits, ScriptText, places
@@ -22,6 +22,10 @@ _NUMBERS |= {"get_rank": "rank", "get_world_size": "size"}
 """By what Horovod and PyTorch call them hvdkit's values of the topology."""
 _VARIABLES = {"RANK": "rank", "WORLD_SIZE": "size", "LOCAL_RANK": "local_rank"}
 _PLAIN = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Assign, ast.keyword, ast.Return, ast.Call, ast.NamedExpr)
+LARGER = (
+    "each rank takes batches of the script's size: on 2 ranks the global batch and the learning rate are twice the "
+    "script's (docs/same_result.md keeps both)"
+)
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ class PortPlan:
 
     def first_step(self, home: ast.stmt, event: Event) -> ast.stmt | None:
         """The statement beside ``home`` in which the first training step after an event happens, through calls."""
-        beside = self.text.block(home)
+        beside = self.case.block(home)
         below = [one for one in beside[beside.index(home) + 1 :] if self.text.stands_alone(one)]
         steps = (one for one in self.case.steps if one.order > event.order and one.reached)
         nodes = (node for step in steps for node in (step.node, *step.stack))
@@ -290,7 +294,7 @@ class PortPlan:
         """Steps 4 and 5 of a PyTorch optimizer: below the statement that makes it, and above the first step."""
         optimizer = self.src(home.targets[0])
         first = self.first_step(home, event)
-        beside = self.text.block(home)
+        beside = self.case.block(home)
         before = beside[: beside.index(first or home)]
         copies = dict.fromkeys(self.src(one) for statement in before for one in _copies_of(statement, model))
         sent = "\n".join(f"{self.hk}.broadcast_state({one})" for one in (f"{model}, {optimizer}", *copies))

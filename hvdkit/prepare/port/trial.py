@@ -1,4 +1,4 @@
-"""A script and its distributed form take some steps on the same batches, and are compared."""
+"""``--try``: a script and its distributed form take some steps on the same batches, and their weights are compared."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ class _Runs:
                             "MASTER_PORT": str(port)}  # fmt: skip
         python = [sys.executable, "-P", "-m"]
         launch = [*python, "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--"] if ranks else []
-        command = [*python, "hvdkit.prepare.trial.as_script", str(source), script, *self.arguments]
+        command = [*python, "hvdkit.observe.trial", str(source), script, *self.arguments]
         try:
             done = subprocess.run(
                 [*launch, *command], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

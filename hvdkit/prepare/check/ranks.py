@@ -1,4 +1,4 @@
-"""What each rank trains on: its part of the data, all of it, or what the text does not show."""
+"""What each rank trains on (its part of the data, all of it, or what the text does not show), and where it writes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check.calls import argument, arguments, is_constant, method, word
 from hvdkit.prepare.check.case import Case, over
 from hvdkit.prepare.check.flow import everything
 from hvdkit.prepare.check.libraries import LOADERS, RANKS, SAMPLERS, Role
+from hvdkit.prepare.check.source import argument, arguments, is_constant, method, receiver, word
 from hvdkit.prepare.check.trace import Event
 
 _SEEDS = (
@@ -24,6 +24,14 @@ _RANDOM = re.compile(
 )
 """What makes up data; ``numpy.random.permutation`` and seeds only order them."""
 _NOT_DATA = {"collate_fn", "worker_init_fn", "generator"}
+_OWN_FILES = ("io.BytesIO", "tempfile.mk", "tempfile.Named", "tempfile.Temporary", "tempfile.Spooled")
+_SAVES = {"torch.save", "torch.jit.save", "tensorflow.saved_model.save", "keras.models.save_model"}
+BACKUP = "keras.callbacks.BackupAndRestore"
+KERAS_WRITERS = ("keras.callbacks.ModelCheckpoint", BACKUP)
+_PATHS = (
+    "f", "filepath", "path", "directory", "backup_dir", "checkpoint_dir", "export_dir", "file_prefix", "save_path",
+)  # fmt: skip
+STATES = ("every rank", "unknown", "some ranks")
 
 SHARDED = "sharded"
 WHOLE = "whole"
@@ -176,3 +184,55 @@ class DataCase(Case):
         seeds += [argument(call, "seed", 1) for call in calls if method(call) == "shuffle" and not self.name(call)]
         seeds += [argument(call, "seed") for call in calls if method(call).startswith("flow")]
         return any(seed is not None and not is_constant(seed, None) and not self.has_rank(seed) for seed in seeds)
+
+    # Where a checkpoint is written ------------------------------------------------------------------------------------
+
+    def writes_checkpoint(self, call: ast.Call) -> bool:
+        """Whether a call writes a checkpoint that every rank would write."""
+        name, called = self.name(call), method(call)
+        if name in _SAVES:
+            target = argument(call, "f", 1) or argument(call, "filepath", 1)
+            return not any(self.name(call).startswith(_OWN_FILES) for call in self.calls(target))
+        if name in KERAS_WRITERS:
+            return not self.guards_fit
+        if name or not called or self.role(call):
+            return False
+        made = [self.name(one) for one in self.calls(receiver(call))]
+        if called in ("save", "write") and any(
+            re.search(r"\btrain\.(Checkpoint(Manager)?|Saver)$", maker) for maker in made
+        ):
+            return True
+        keras = called == "save_weights" or (called in ("save", "export") and self.holds_keras_model(receiver(call)))
+        return keras and not any(maker.startswith("torch.") for maker in made)
+
+    def has_own_path(self, call: ast.Call) -> bool:
+        """Whether a rank is in the arguments that say where to write, those of the checkpoint object included."""
+        given = [argument(call, name) for name in _PATHS]
+        given.append(argument(call, "", 1 if self.name(call) else 0) or argument(call, "", 0))
+        makers = (
+            [] if self.name(call) else [maker for maker in self.calls(receiver(call)) if ".train." in self.name(maker)]
+        )
+        return self.has_rank(*given, *(value for made in makers for value in arguments(made)))
+
+    def where_it_writes(self, event: Event) -> str:
+        """Where a write happens, over all the ways to it: on every rank as soon as one way is open to all."""
+        if self.has_own_path(event.node):
+            return "some ranks"
+        states = {self.where(way) for way in self.events if way.node is event.node}
+        statement = self.statement(event.node)
+        if (
+            self.name(event.node) in KERAS_WRITERS
+            and isinstance(statement, ast.Assign)
+            and statement.value is event.node
+        ):
+            names = [node for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+            uses = [name for name in names if any(binding.node is statement for binding in self.reaching(name))]
+            states = {state for name in uses for state in self._where_it_is_used(name)} or {"unknown"}
+        return next(state for state in STATES if state in states)
+
+    def _where_it_is_used(self, name: ast.Name) -> set[str]:
+        """Where a name is used: at the calls around it, or under the conditions around its statement."""
+        around = list(self.ancestors(name))
+        if self.has_rank(*(node.test for node in around if isinstance(node, (ast.If, ast.IfExp)))):
+            return {"some ranks"}
+        return {self.where(event) for event in self.events if event.node in around} or {"every rank"}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.check.rules import check_script
 from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.port import edits
@@ -768,8 +769,12 @@ def test_exit_status_and_misuse(script: Path, capfd: pytest.CaptureFixture[str])
     assert cli.run(["port", str(script)]) == 2
     error = capfd.readouterr().err
     assert "line 1, is not Python" in error and error.count("\n") == 1
-    for terms in (500, 700, 990, 4000):
+    for terms in (260, 500, 700, 990, 4000):
         script.write_text(HEAD + LOOP + f"x = {'+'.join('1' * terms)}\n")
+        with pytest.raises(InvalidArgumentError):  # before anything walks through it and comes to the recursion limit
+            edits.read(str(script))
         assert cli.run(["port", str(script)]) == 2
         assert "nests expressions too deeply" in capfd.readouterr().err
+    script.write_text(HEAD + LOOP + f"torch.save({'+'.join('1' * 240)}, 'm')\n")
+    assert cli.run(["port", str(script), "--in-place"]) == 0
     assert cli.run(["port", str(script.with_name("absent.py"))]) == 2

@@ -15,6 +15,11 @@ from pathlib import Path
 from hvdkit.common import files
 from hvdkit.errors import InvalidArgumentError
 
+_DEEPEST = 250
+"""So many levels ``ast`` and LibCST walk through, three frames a level, without coming near Python's recursion limit.
+
+There the garbage collector's finalizers fail, of whatever the process has left.
+"""
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -68,10 +73,20 @@ def read_script(path: str) -> Script:
 
 
 def parsed(content: bytes, path: str) -> ast.Module:
-    """A script's tree, without warnings about the style of what is not ours."""
+    """A script's tree, without warnings about the style of what is not ours.
+
+    Raises:
+        RecursionError: it is deeper than can be walked through.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.parse(decoded(content)[0], filename=path)
+        tree = ast.parse(decoded(content)[0], filename=path)
+    level: list[ast.AST] = [tree]
+    for _ in range(_DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise RecursionError
+    return tree
 
 
 def too_deep(path: str) -> InvalidArgumentError:

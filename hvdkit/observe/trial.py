@@ -251,10 +251,18 @@ class _Epoch:
 
 
 class Trial:
-    """Records a script, or gives it the batches of another. Called where a framework's own functions were."""
+    """Records a script, or gives it the batches of another. Called where a framework's own functions were.
+
+    Attributes:
+        made: what is recorded.
+        seed: with which the script begins: another on each rank, so that what a broadcast makes equal was not before.
+        draws: see ``WantedTrial``.
+        batches: how many are an epoch of ``fit``; None where the loader's end is the epoch's.
+        evaluating: whether ``fit`` evaluates.
+    """
 
     def __init__(self, wanted: WantedTrial, rank: int) -> None:
-        self._wanted, self._rank = wanted, rank
+        self._wanted, self._rank, self.seed, self.draws = wanted, rank, rank, wanted.draws
         self._given = read(Path(wanted.batches), rank) if wanted.batches else None
         self._left = iter(self._given.events if self._given else ())
         self.made = TrialRecording()
@@ -265,9 +273,7 @@ class Trial:
         self._past: list[_Epoch] = []
         self._keep: list[object] = []
         self.batches: int | None = None
-        """How many batches are an epoch of ``fit``; None where the loader's end is the epoch's."""
         self.evaluating = False
-        """Whether ``fit`` evaluates."""
 
     def note(self, what: str) -> None:
         """Something that keeps ranks from being one process."""
@@ -430,16 +436,6 @@ class Trial:
     def drawing(self) -> None:
         """A framework's generator, whose state does not show it, is used."""
         self._drew = True
-
-    @property
-    def seed(self) -> int:
-        """With which the script begins: another on each rank, so that what a broadcast makes equal was not before."""
-        return self._rank
-
-    @property
-    def draws(self) -> int:
-        """See ``WantedTrial``."""
-        return self._wanted.draws
 
     def drops(self) -> bool:
         """Whether dropout layers drop anything; one of them asks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from textwrap import fill
 
 import click
@@ -14,10 +13,10 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import count_text
 from hvdkit.prepare.check.rules import BrokenRule, Checked, check_script
 from hvdkit.prepare.check.source import read_script
-from hvdkit.prepare.check.steps import STEPS, Verdict
+from hvdkit.prepare.check.steps import STEPS, StepRule, Verdict
 from hvdkit.prepare.doctor.checks import explanation
 
-LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
+_LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
 _COLOURS = {"done": "green", "missing": "red", "undecided": "yellow", "not needed": None}
 _WIDEST = 110
 
@@ -56,11 +55,13 @@ def check(scripts: tuple[str, ...], json_: bool) -> int:
     Exit status: 0 without findings, 1 with findings, 2 for bad usage, such as a file that is not Python.
     """
     checked = [check_script(script) for script in [read_script(path) for path in scripts]]
+    ok = not any(one.findings for one in checked)
     if json_:
-        click.echo(as_json(checked), nl=False)
+        click.echo(json_files.encode(CheckReport(ok, tuple(map(_script, checked)))), nl=False)
     else:
-        click.echo(as_text(checked, min(shutil.get_terminal_size().columns, _WIDEST)))
-    return 1 if any(one.findings for one in checked) else 0
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        click.echo("\n\n".join("\n".join(_lines(one, width)) for one in checked))
+    return 0 if ok else 1
 
 
 class ScriptStep(Part, frozen=True):
@@ -111,27 +112,18 @@ class CheckReport(Document, frozen=True):
     scripts: tuple[OneScript, ...]
 
 
-def as_json(checked: Sequence[Checked]) -> str:
-    """All scripts as one JSON object."""
-    return json_files.encode(CheckReport(not any(one.findings for one in checked), tuple(map(_script, checked))))
-
-
 def _script(checked: Checked) -> OneScript:
     steps = tuple(
-        ScriptStep(step.number, step.name, verdict.status, tuple(verdict.lines), verdict.note)
+        ScriptStep(step.number, step.name, verdict.status, verdict.lines, verdict.note)
         for step, verdict in zip(STEPS, checked.verdicts, strict=True)
     )
     return OneScript(checked.path, checked.library, steps, tuple(checked.findings))
 
 
-def as_text(checked: Sequence[Checked], width: int) -> str:
-    """All scripts, one after the other, in lines of at most ``width`` columns where words allow."""
-    return "\n\n".join("\n".join(_lines(one, width)) for one in checked)
-
-
 def _lines(checked: Checked, width: int) -> list[str]:
+    """One script as text, in lines of at most ``width`` columns where words allow."""
     used = f" ({', '.join(checked.modules)})" if checked.modules else ""
-    lines = [f"{click.style(checked.path, bold=True)}: {LIBRARIES[checked.library]}{used}"]
+    lines = [f"{click.style(checked.path, bold=True)}: {_LIBRARIES[checked.library]}{used}"]
     if checked.library == "none":
         nothing = "No Horovod, hvdkit or DDP in this text: it trains in one process, and there are no steps to check."
         others = f"It uses {', '.join(checked.others)}, which is not checked."
@@ -139,17 +131,17 @@ def _lines(checked: Checked, width: int) -> list[str]:
         if not checked.findings:
             return lines
     else:
-        lines += [_step(number, verdict, width) for number, verdict in enumerate(checked.verdicts)]
+        lines += [_step(*one, width) for one in zip(STEPS, checked.verdicts, strict=True)]
     for finding in checked.findings:
         place = click.style(f"{checked.path}:{finding.line}", bold=True)
         lines += ["", f"{place} [{finding.rule}]", *explanation(finding, width, hanging=8, end=".")]
     return [*lines, "", f"{count_text(len(checked.findings), 'finding') if checked.findings else 'No findings'}."]
 
 
-def _step(index: int, verdict: Verdict, width: int) -> str:
-    longest = max(len(step.name) for step in STEPS)
+def _step(step: StepRule, verdict: Verdict, width: int) -> str:
+    longest = max(len(one.name) for one in STEPS)
     status = click.style(verdict.status.ljust(10), fg=_COLOURS[verdict.status])
-    start = f"  {STEPS[index].number} {STEPS[index].name.ljust(longest)}  {status}  "
+    start = f"  {step.number} {step.name.ljust(longest)}  {status}  "
     where = f"line{'s' if len(verdict.lines) > 1 else ''} {', '.join(map(str, verdict.lines))}" if verdict.lines else ""
     said = "; ".join(part for part in (where, verdict.note) if part)
     indent = " " * (longest + 18)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from hvdkit.prepare.check import steps
-from hvdkit.prepare.check.case import Case, Update
+from hvdkit.prepare.check.case import Update
 from hvdkit.prepare.check.flow import everything
 from hvdkit.prepare.check.libraries import NUMBERS, RANKS, SAMPLERS, Role, role
 from hvdkit.prepare.check.ranks import BACKUP
@@ -414,28 +414,7 @@ def horovods_keras_optimizers(case: JudgedCase) -> Iterator[Event]:
             yield event
 
 
-def removed(
-    case: Case, called: str, words: tuple[str, ...], imported: str, in_keras_2: bool
-) -> Iterator[Event | ast.keyword]:
-    """What worked with Keras 2, as Horovod's examples still have it, unless the script asks for a version.
-
-    Args:
-        case: the script.
-        called: pattern of the full name of what is called, or of its text where it has none.
-        words: the arguments that are removed; () where the function is.
-        imported: how a name begins that the script has to import.
-        in_keras_2: it is removed for scripts that ask for Keras 2, too.
-    """
-    is_other = imported and not any(name.startswith(imported) for name in case.imported)
-    for event in case.events if not is_other and (in_keras_2 or not case.asks_for_keras_2) else ():
-        if re.search(called, case.name(event.node) or ast.unparse(event.node.func)):
-            if words:
-                yield from (keyword for keyword in event.node.keywords if keyword.arg in words)
-            elif not case.asks_version(event):
-                yield event
-
-
-def called_lists(case: Case) -> Iterator[Event]:
+def called_lists(case: JudgedCase) -> Iterator[Event]:
     """``optimizer.variables()``, which Keras 2 let scripts call, and which is a list in Keras 3."""
     for event in () if case.asks_for_keras_2 else case.events:
         if method(event.node) == "variables" and not arguments(event.node):

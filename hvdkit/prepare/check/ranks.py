@@ -56,7 +56,7 @@ class DataPart:
 
 
 class DataCase(Case):
-    """A script, and the data that its training goes over."""
+    """A script, the data that its training goes over, and where it writes."""
 
     @cached_property
     def parts(self) -> list[DataPart]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from hvdkit.prepare.check import find, find_collectives
@@ -57,13 +58,31 @@ def _blamed(number: int) -> Callable[[JudgedCase], Iterable[Place]]:
 
 
 def _removed(called: str, fix: str, *words: str, imported: str = "", in_keras_2: bool = False) -> Rule:
-    """A row for what Keras 2 had: see ``find.removed``."""
+    """A row for what worked with Keras 2, as Horovod's examples still have it, unless the script asks for a version.
+
+    Args:
+        called: pattern of the full name of what is called, or of its text where it has none.
+        fix: what to write.
+        words: the arguments that are removed; none where the function is.
+        imported: how a name begins that the script has to import.
+        in_keras_2: it is removed for scripts that ask for Keras 2, too.
+    """
+
+    def find_removed(case: JudgedCase) -> Iterator[Place]:
+        is_other = imported and not any(name.startswith(imported) for name in case.imported)
+        for event in case.events if not is_other and (in_keras_2 or not case.asks_for_keras_2) else ():
+            if re.search(called, case.name(event.node) or ast.unparse(event.node.func)):
+                if words:
+                    yield from (keyword for keyword in event.node.keywords if keyword.arg in words)
+                elif not case.asks_version(event):
+                    yield event
+
     return Rule(
         "removed",
         "`{}` was removed: TensorFlow 2 and Keras 3 do not know it",
         "it raises an error, or is ignored",
         fix,
-        lambda case: find.removed(case, called, words, imported, in_keras_2),
+        find_removed,
     )
 
 

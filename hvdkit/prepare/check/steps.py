@@ -263,13 +263,15 @@ def _no_scaling_needed(case: DataCase) -> Verdict | None:
 def _distribute(case: DataCase) -> Verdict:
     if by_hand := case.reduces_gradients():
         return _done(case.lines(by_hand), "by hand")
-    if doubt := case.elsewhere():
+    if doubt := _why_training_is_unclear(case):
         return _undecided(doubt)
-    if not case.steps:
-        return _undecided("nothing is trained in this text")
     tapes = [event for event in case.steps if method(event.node) == "gradient"]
     makers = tapes or case.optimizers or [update.event for update in case.updates] or case.steps
     return _missing(case.lines(makers[:1]))
+
+
+def _why_training_is_unclear(case: DataCase) -> str:
+    return case.elsewhere() or ("" if case.steps else "nothing is trained in this text")
 
 
 # 5: broadcast the state -----------------------------------------------------------------------------------------------
@@ -289,7 +291,8 @@ def _broadcast(case: DataCase) -> Verdict:
         return Verdict(
             NOT_NEEDED, "DDP sends the model of rank 0 to all ranks when it wraps it", tuple(case.lines(wrapped))
         )
-    doubt = _why_broadcast_is_unclear(case)
+    of_ddp = "DDP does it when it wraps a model, and none is wrapped in this text" if case.library == "ddp" else ""
+    doubt = _why_training_is_unclear(case) or of_ddp
     if sent:
         lacking = (_only_optimizers(case, sent) if not doubt else []) or _loaded_on_root(case, sent)
         return _missing(case.lines(lacking), "a part of the state is sent") if lacking else _done(case.lines(sent))
@@ -317,16 +320,6 @@ def _loaded_on_root(case: DataCase, sent: list[Event]) -> list[Event]:
     made = {load: case.calls(receiver(load.node)) for load in loads(case) if load.reached}
     of_optimizers = [load for load, calls in made.items() if calls and all(map(case.is_optimizer, calls))]
     return [load for load in of_optimizers if case.where(load) == "some ranks"]
-
-
-def _why_broadcast_is_unclear(case: DataCase) -> str:
-    if doubt := case.elsewhere():
-        return doubt
-    if not case.steps:
-        return "nothing is trained in this text"
-    if case.library == "ddp":
-        return "DDP does it when it wraps a model, and none is wrapped in this text"
-    return ""
 
 
 def sent_by_hand(case: DataCase) -> list[Event]:

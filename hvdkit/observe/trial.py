@@ -249,6 +249,15 @@ class _Epoch:
     ended: int | None = None
     why: str = ""
 
+    def note(self, event: dict[str, Any], arrays: dict[str, Array], step: int) -> None:
+        """What it gave in front of a step."""
+        if "end" in event:
+            self.ended = step
+            return
+        self.samples.append(_samples(event["batch"], arrays) if "batch" in event else [])
+        if not self.samples[-1]:
+            self.why = f"a batch holds {event.get('unknown', 'no arrays')}"
+
 
 class Trial:
     """Records a script, or gives it the batches of another. Called where a framework's own functions were.
@@ -298,18 +307,7 @@ class Trial:
             StopIteration: there is none.
         """
         arrays = self.made.arrays if self._given is None else {}
-        own: dict[str, Any] = {"end": True}
-        value: Any = None
-        ended: BaseException | None = None
-        try:
-            value = self.drawn(draw)
-            own = {"batch": _packed(value, arrays)}
-        except _Unknown as unknown:
-            own = {"unknown": str(unknown)}
-        except Exception as error:
-            if not isinstance(error, StopIteration) and type(error).__name__ != "OutOfRangeError":
-                raise
-            ended = error
+        value, own = self._event(draw, arrays)
         self._passed(draw, loader, own, arrays)
         event = own
         if self._given is None:
@@ -324,9 +322,22 @@ class Trial:
                 value = _unpacked(event["batch"], self._given.arrays)
             self.made.same = same and self.made.same is not False
         if "end" in event:
-            raise ended or StopIteration
+            raise value if "end" in own else StopIteration
         self._states, self._drew = _random_states(), False
         return value
+
+    def _event(self, draw: Callable[[], Any], arrays: dict[str, Array]) -> tuple[Any, dict[str, Any]]:
+        """What a loader gives, a batch or the error that ends it, and how that is recorded."""
+        value: Any = None
+        try:
+            value = self.drawn(draw)
+            return value, {"batch": _packed(value, arrays)}
+        except _Unknown as unknown:
+            return value, {"unknown": str(unknown)}
+        except Exception as error:
+            if not isinstance(error, StopIteration) and type(error).__name__ != "OutOfRangeError":
+                raise
+            return error, {"end": True}
 
     def _passed(self, draw: Callable[[], Any], loader: object, event: dict[str, Any], arrays: dict[str, Array]) -> None:
         """Note of a loader's pass what it gave."""
@@ -337,15 +348,11 @@ class Trial:
             self._epochs[id(loader)] = _Epoch(draw)
             self._past.append(self._epochs[id(loader)])
         epoch = self._epochs[id(loader)]
+        epoch.note(event, arrays, len(self.made.steps))
         if "end" in event:
-            epoch.ended = len(self.made.steps)
             del self._epochs[id(loader)]  # the next epoch may have the same iterator
-            return
-        epoch.steps.add(len(self.made.steps))
-        samples = _samples(event["batch"], arrays) if "batch" in event else []
-        epoch.samples.append(samples)
-        if not samples:
-            epoch.why = f"a batch holds {event.get('unknown', 'no arrays')}"
+        else:
+            epoch.steps.add(len(self.made.steps))
 
     def _read_first_epochs(self) -> None:
         """Record the first epoch of each loader that is trained on, which is each that gives batches to each step."""
@@ -369,16 +376,13 @@ class Trial:
         """Read one more batch of an epoch."""
         arrays: dict[str, Array] = {}
         try:
-            samples = _samples(_packed(self.drawn(epoch.draw), arrays), arrays)
-            if time.monotonic() > until:
-                epoch.why = f"its end was not reached within {self._wanted.reading_s:g} s"
-            epoch.samples.append(samples)
-        except _Unknown as unknown:
-            epoch.why = f"a batch holds {unknown}"
+            _, event = self._event(epoch.draw, arrays)
         except Exception as error:
-            if not isinstance(error, StopIteration) and type(error).__name__ != "OutOfRangeError":
-                epoch.why = f"reading on ended with {type(error).__name__}"
-            epoch.ended = len(self.made.steps)
+            epoch.why = f"reading on ended with {type(error).__name__}"
+            return
+        epoch.note(event, arrays, len(self.made.steps))
+        if "end" not in event and time.monotonic() > until:
+            epoch.why = f"its end was not reached within {self._wanted.reading_s:g} s"
 
     def rate(self) -> float | None:
         """The learning rate of the next step, where another's is to be used."""

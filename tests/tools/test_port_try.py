@@ -232,11 +232,11 @@ def test_a_script_is_run_under_its_own_name_and_nothing_of_the_current_directory
 
 
 def test_a_run_that_fails_is_the_verdict(tmp_path):
-    with pytest.raises(trial._Failed) as failed:
+    with pytest.raises(trial._Ended) as failed:
         runs_of(tmp_path, "raise FileNotFoundError('no data here')\n").run("the script itself", "it", 0)
     first, *last = str(failed.value).splitlines()
     assert first == "Failed: the script itself ended with exit status 1." and "no data here" in last[-1]
-    with pytest.raises(trial._Failed, match=re.escape("did not take 2 steps within 0.5 s")):
+    with pytest.raises(trial._Ended, match=re.escape("did not take 2 steps within 0.5 s")):
         runs_of(tmp_path, "while True:\n    pass\n", timeout_s=0.5).run("the script itself", "it", 0)
 
 

@@ -41,11 +41,8 @@ _CLIPS = re.compile(r"(torch|timm)\..*clip_grad")
 
 def uncalled(case: JudgedCase) -> Iterator[ast.expr]:
     """The functions for rank and size that are used as numbers: where they are named without a call."""
-    functions = {
-        node
-        for node in case.nodes
-        if _is_function(case, node) and getattr(case.parents[node], "func", None) is not node
-    }
+    named = (node for node in case.nodes if _is_function(case, node))
+    functions = {node for node in named if getattr(case.parents[node], "func", None) is not node}
     if not functions:
         return
     methods = {method(event.node) for event in case.events if not case.name(event.node)}
@@ -234,9 +231,8 @@ def _unwrapped_models(case: JudgedCase) -> Iterator[Event]:
     """Training steps of DDP scripts that run the bare model, although another name has the wrapped one."""
     wrapped = {event.node for event in case.having(Role.DISTRIBUTE)}
     bare = {made for made in case.calls(*map(_first, wrapped)) if case.class_of(made)}
-    trained = {
-        (event.loops, event.stack): event.order for event in case.methods("backward") if event.reached and event.loops
-    }
+    backwards = (event for event in case.methods("backward") if event.reached and event.loops)
+    trained = {(event.loops, event.stack): event.order for event in backwards}
     for event in case.events:
         called = event.node.func
         is_object = isinstance(called, ast.Name) or method(event.node) in case.attributes  # not model.train()
@@ -274,13 +270,12 @@ def _averages_in_step(case: JudgedCase, optimizer: ast.expr) -> bool:
 def _passes(case: JudgedCase) -> Iterator[tuple[list[Event], Update]]:
     """What runs between a backward and the step after it, with the step, of optimizers that average there."""
 
+    def branches(event: Event) -> set[tuple[str, bool]]:
+        return {(ast.unparse(guard.test), guard.holds) for guard in event.guards if guard.certain}
+
     def are_exclusive(one: Event, other: Event) -> bool:
         """Whether they are on two branches of one condition."""
-        mine, others = (
-            {(ast.unparse(guard.test), guard.holds) for guard in event.guards if guard.certain}
-            for event in (one, other)
-        )
-        return any((test, not holds) in others for test, holds in mine)
+        return any((test, not holds) in branches(other) for test, holds in branches(one))
 
     updates = {update.event.order: update for update in case.updates}
     since: list[Event] | None = None

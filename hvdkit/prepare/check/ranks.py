@@ -31,6 +31,7 @@ KERAS_WRITERS = ("keras.callbacks.ModelCheckpoint", BACKUP)
 _PATHS = (
     "f", "filepath", "path", "directory", "backup_dir", "checkpoint_dir", "export_dir", "file_prefix", "save_path",
 )  # fmt: skip
+_TF_WRITERS = re.compile(r"\btrain\.(Checkpoint(Manager)?|Saver)$")
 STATES = ("every rank", "unknown", "some ranks")
 
 SHARDED = "sharded"
@@ -89,9 +90,8 @@ class DataCase(Case):
         if samplers := self.made_by(SAMPLERS, *given, through=True):
             return DataPart(SHARDED, (*(call.lineno for call in samplers), loader.lineno), balanced=True)
         around = [loop.iter for event in steps for loop in event.loops if isinstance(loop, (ast.For, ast.AsyncFor))]
-        whole = [
-            node for node in around if "islice" not in ast.unparse(node) and self.made_by(LOADERS, node, through=True)
-        ]
+        uncut = [node for node in around if "islice" not in ast.unparse(node)]
+        whole = [node for node in uncut if self.made_by(LOADERS, node, through=True)]
         divided = self.has_size(*(node for node in around if node not in whole), through=True)
         return self._part_of(given, (loader.lineno,), divided)
 
@@ -198,9 +198,7 @@ class DataCase(Case):
         if name or not called or self.role(call):
             return False
         made = [self.name(one) for one in self.calls(receiver(call))]
-        if called in ("save", "write") and any(
-            re.search(r"\btrain\.(Checkpoint(Manager)?|Saver)$", maker) for maker in made
-        ):
+        if called in ("save", "write") and any(map(_TF_WRITERS.search, made)):
             return True
         keras = called == "save_weights" or (called in ("save", "export") and self.holds_keras_model(receiver(call)))
         return keras and not any(maker.startswith("torch.") for maker in made)
@@ -209,9 +207,8 @@ class DataCase(Case):
         """Whether a rank is in the arguments that say where to write, those of the checkpoint object included."""
         given = [argument(call, name) for name in _PATHS]
         given.append(argument(call, "", 1 if self.name(call) else 0) or argument(call, "", 0))
-        makers = (
-            [] if self.name(call) else [maker for maker in self.calls(receiver(call)) if ".train." in self.name(maker)]
-        )
+        owners = [] if self.name(call) else self.calls(receiver(call))
+        makers = [one for one in owners if ".train." in self.name(one)]
         return self.has_rank(*given, *(value for made in makers for value in arguments(made)))
 
     def where_it_writes(self, event: Event) -> str:
@@ -220,11 +217,8 @@ class DataCase(Case):
             return "some ranks"
         states = {self.where(way) for way in self.events if way.node is event.node}
         statement = self.statement(event.node)
-        if (
-            self.name(event.node) in KERAS_WRITERS
-            and isinstance(statement, ast.Assign)
-            and statement.value is event.node
-        ):
+        is_named = isinstance(statement, ast.Assign) and statement.value is event.node
+        if is_named and self.name(event.node) in KERAS_WRITERS:
             names = [node for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
             uses = [name for name in names if any(binding.node is statement for binding in self.reaching(name))]
             states = {state for name in uses for state in self._where_it_is_used(name)} or {"unknown"}

@@ -134,9 +134,8 @@ def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr
 
 def has_stars(call: ast.Call) -> bool:
     """Whether a call takes arguments from ``*`` or ``**``, which the text may not show."""
-    return any(isinstance(value, ast.Starred) for value in call.args) or any(
-        keyword.arg is None for keyword in call.keywords
-    )
+    starred = any(isinstance(value, ast.Starred) for value in call.args)
+    return starred or any(keyword.arg is None for keyword in call.keywords)
 
 
 def receiver(call: ast.Call) -> ast.expr:

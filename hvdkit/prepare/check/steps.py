@@ -288,9 +288,8 @@ def _broadcast(case: DataCase) -> Verdict:
         return _done(case.lines(callbacks))
     wrapped = case.having(Role.DISTRIBUTE)
     if case.library == "ddp" and wrapped:
-        return Verdict(
-            NOT_NEEDED, "DDP sends the model of rank 0 to all ranks when it wraps it", tuple(case.lines(wrapped))
-        )
+        why = "DDP sends the model of rank 0 to all ranks when it wraps it"
+        return Verdict(NOT_NEEDED, why, tuple(case.lines(wrapped)))
     of_ddp = "DDP does it when it wraps a model, and none is wrapped in this text" if case.library == "ddp" else ""
     doubt = _why_training_is_unclear(case) or of_ddp
     if sent:
@@ -361,9 +360,8 @@ def _checkpoint(case: DataCase) -> Verdict:
         kept += [event for event in case.events if case.name(event.node) in KERAS_WRITERS]
     kept += [event for event in case.having(Role.FIT) if argument(event.node, "checkpoint_dir") is not None]
     states: dict[str, list[Event]] = {state: [] for state in STATES}
-    for event in once(
-        event for event in case.events if case.writes_checkpoint(event.node) and not case.is_locked(event)
-    ):
+    written = (event for event in case.events if case.writes_checkpoint(event.node))
+    for event in once(event for event in written if not case.is_locked(event)):
         states[case.where_it_writes(event)].append(event)
     if everywhere := states["every rank"]:
         return _missing(case.lines(everywhere), "a checkpoint is written by every rank")

@@ -190,8 +190,5 @@ class Tracer:
             yield from self.flow.function_arguments(node)
         made = self.flow.class_of(node)
         if made is not None and self.flow.is_keras_callback(made):
-            yield from (
-                statement
-                for statement in made.body
-                if isinstance(statement, ast.FunctionDef) and statement.name.startswith("on_")
-            )
+            methods = (statement for statement in made.body if isinstance(statement, ast.FunctionDef))
+            yield from (method for method in methods if method.name.startswith("on_"))

@@ -33,14 +33,13 @@ _STATES = ("eval", "train", "requires_grad_", "load_state_dict", "zero_grad", "s
 """Methods after which a model, or its rate, is in another state: on the other ranks it would stay as it was."""
 
 _FAMILIES = {
-    "torch": (r"torch\.(rand\w*|normal|bernoulli|multinomial|utils\.data\.random_split)", "manual_seed(0)"),
-    "numpy.random": (r"numpy\.random\.(?!seed|default_rng|RandomState|Generator|get_state|set_state)\w+", "seed(0)"),
-    "random": (r"random\.(?!seed|Random|getstate|setstate)\w+", "seed(0)"),
-    "tensorflow": (r"tensorflow\.random\.(?!set_seed|Generator|stateless)\w+", "random.set_seed(0)"),
+    "torch": (r"torch\.(rand\w*|normal|bernoulli|multinomial|utils\.data\.random_split)", "manual_seed"),
+    "numpy.random": (r"numpy\.random\.(?!seed|default_rng|RandomState|Generator|get_state|set_state)\w+", "seed"),
+    "random": (r"random\.(?!seed|Random|getstate|setstate)\w+", "seed"),
+    "tensorflow": (r"tensorflow\.random\.(?!set_seed|Generator|stateless)\w+", "random.set_seed"),
 }
 """By module what draws from its one generator, and what seeds that."""
-_SEEDS = {"torch": "torch.manual_seed", "numpy.random": "numpy.random.seed", "random": "random.seed",
-          "tensorflow": "tensorflow.random.set_seed"}  # fmt: skip
+_SEEDS = {family: f"{family}.{seed}" for family, (_, seed) in _FAMILIES.items()}
 _ALL = "keras.utils.set_random_seed"
 _LAYERS = re.compile(
     r"keras\.layers\.(\w*Dropout\w*|Gaussian\w+|Random\w+)|tensorflow\.(image\.random_|random\.(?!set_seed))\w+"
@@ -211,7 +210,7 @@ def same_data(plan: PortPlan, start: ast.stmt) -> list[str]:
     lines = []
     for family, event in _unseeded(plan).items():
         if (module := plan.called(family)).split(".")[0] in known:
-            lines.append(f"{module}.{_FAMILIES[family][1]}")
+            lines.append(f"{module}.{_FAMILIES[family][1]}(0)")
         else:
             write = f"{_SEEDS[family]}(0) before it"
             plan.leave(event.node, "without a seed every rank draws numbers of its own here", write)

@@ -55,9 +55,8 @@ class ScriptText:
     @cached_property
     def _nodes(self) -> dict[tuple[int, int], cst.CSTNode]:
         """By first and last byte the expressions, and the statements that share their lines with no other."""
-        spans: dict[cst.CSTNode, CodeSpan] = dict(
-            MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(ByteSpanPositionProvider)
-        )
+        metadata = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        spans: dict[cst.CSTNode, CodeSpan] = dict(metadata.resolve(ByteSpanPositionProvider))
         found: dict[tuple[int, int], cst.CSTNode] = {}
         for node, span in spans.items():
             first = last = span
@@ -206,12 +205,10 @@ class Edits(cst.CSTTransformer):
                 if at == len(left) and isinstance(gap, cst.ParenthesizedWhitespace) and isinstance(lead, type(gap)):
                     # One argument a line.
                     after = gap.with_changes(indent=lead.indent, last_line=lead.last_line)
-                    new = new.with_changes(
-                        comma=cst.Comma(whitespace_after=gap.with_changes(first_line=_NO_COMMENT, empty_lines=[]))
-                    )
-                left[at - 1] = before.with_changes(
-                    comma=cst.Comma(whitespace_after=after), whitespace_after_arg=cst.SimpleWhitespace("")
-                )
+                    line_end = gap.with_changes(first_line=_NO_COMMENT, empty_lines=[])
+                    new = new.with_changes(comma=cst.Comma(whitespace_after=line_end))
+                comma = cst.Comma(whitespace_after=after)
+                left[at - 1] = before.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
             elif left:
                 new = new.with_changes(comma=cst.Comma(whitespace_after=_ONE_BLANK))
             left.insert(at, new)

@@ -76,9 +76,8 @@ def _unwrap(plan: PortPlan, wraps: list[Event]) -> dict[str, str]:
     for event in {one.node: one for one in wraps}.values():
         call = event.node
         home, model = plan.assigned(call), argument(call, "module", 0)
-        odd = (
-            has_stars(call) or len(call.args) > 1 or {keyword.arg for keyword in call.keywords} - {"module", *_LEFT_OUT}
-        )
+        unknown = {keyword.arg for keyword in call.keywords} - {"module", *_LEFT_OUT}
+        odd = has_stars(call) or len(call.args) > 1 or unknown
         if home is None or model is None or odd or plan.case.where(event) == "some ranks":
             raise Unsure(call, "the text does not show what DDP wraps, or how", f"{hk}.distribute(optimizer, model)")
         name, inner = plan.src(home.targets[0]), plan.src(model)

@@ -124,9 +124,8 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
     if has_stars(call) or len(call.args) > 2 or not plan.case.name(call).endswith(".DistributedOptimizer"):
         raise Unsure(call, "which arguments Horovod's optimizer gets the text does not show",
                      f"{plan.hk}.distribute(optimizer, model, compression=\"fp16\", op=\"average\")")  # fmt: skip
-    odd = [
-        one.arg for one in call.keywords if one.arg not in _KNOWN or (one.arg, type(one.value)) == ("groups", ast.List)
-    ]
+    lists = [one for one in call.keywords if one.arg == "groups" and isinstance(one.value, ast.List)]
+    odd = [one.arg for one in call.keywords if one.arg not in _KNOWN or one in lists]
     optimizer, named = argument(call, "optimizer", 0), argument(call, "named_parameters", 1)
     models = plan.models_of(named) if named is not None else _stepped(plan, optimizer)
     if odd or len(models) != 1 or optimizer is None:
@@ -163,9 +162,8 @@ def _stepped(plan: PortPlan, optimizer: ast.expr | None) -> set[str]:
 
 def _broadcasts(plan: PortPlan) -> None:
     """Parameters and optimizer state, in one call where one follows the other."""
-    names = {
-        event.node: plan.case.name(event.node).rpartition(".")[2] for event in plan.of("horovod.torch.", Role.BROADCAST)
-    }
+    calls = [event.node for event in plan.of("horovod.torch.", Role.BROADCAST)]
+    names = {call: plan.case.name(call).rpartition(".")[2] for call in calls}
     done: list[ast.Call] = []
     for call, name in names.items():
         if name not in _SENT or call in done:
@@ -227,10 +225,9 @@ def _pin(plan: PortPlan) -> None:
     """A list of GPUs or a session's settings, and the statements that use them, become ``pin_device``."""
     case = plan.case
     made = case.named("tensorflow.ConfigProto")
-    for event in [
-        event for event in case.named("set_visible_devices") if event.node.args and case.kinds(event.node.args[0])
-    ]:
-        lists = [call for call in case.calls(event.node.args[0]) if case.name(call).endswith("list_physical_devices")]
+    chosen = [event.node.args[0] for event in case.named("set_visible_devices") if event.node.args]
+    for gpu in (one for one in chosen if case.kinds(one)):
+        lists = [call for call in case.calls(gpu) if case.name(call).endswith("list_physical_devices")]
         made += [event for event in case.events if event.node in lists]
     for event in made[:1]:
         home = plan.statement(event.node)
@@ -298,11 +295,8 @@ def _callback(plan: PortPlan, event: Event) -> None:
 def _rate(plan: PortPlan, call: ast.Call) -> None:
     """A warmup or a schedule; hvdkit's have no initial rate, as they know the optimizer's."""
     name, places = _RATES[plan.case.name(call).rpartition(".")[2]]
-    odd = [
-        keyword.arg
-        for keyword in call.keywords
-        if keyword.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}
-    ]
+    known = {*places, "initial_lr", "momentum_correction", "verbose"}
+    odd = [keyword.arg for keyword in call.keywords if keyword.arg not in known]
     if odd:
         raise Unsure(call, f"hvdkit's callback has no {odd[0]}=", "leave it out, or do it in a callback of your own")
     given = [plan.use_world(call)] if name == "Warmup" else []

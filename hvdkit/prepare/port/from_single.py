@@ -187,16 +187,11 @@ def _loader(plan: PortPlan, event: Event) -> None:
     case, call, hk = plan.case, event.node, plan.hk
     write = f"{hk}.shard(dataset, {plan.world}, batch_size, shuffle=True)"
     names = {keyword.arg for keyword in call.keywords}
-    given = argument(call, "dataset", 0)
     if event.loops:
         raise Unsure(call, "the loader is made anew in a loop, so that each pass would have the same order", write)
-    if (
-        given is None
-        or not call.args
-        or len(call.args) > 3
-        or any(isinstance(value, ast.Starred) for value in call.args)
-    ):
+    if not 1 <= len(call.args) <= 3 or any(isinstance(value, ast.Starred) for value in call.args):
         raise Unsure(call, "which data it loads the text does not show", write)
+    given = call.args[0]
     if any(call in case.sources(loop) for loop in case.evaluation_loops):
         raise Unsure(call, "the same loader trains and evaluates", f"{write} for training, a DataLoader for the rest")
     sampler = argument(call, "sampler")
@@ -216,10 +211,8 @@ def _loader(plan: PortPlan, event: Event) -> None:
     plan.change(call.func, f"{hk}.shard")
     if len(call.args) == 3:
         plan.rename(call.args[2], "shuffle")
-    drops = [
-        keyword for keyword in call.keywords if keyword.arg == "drop_last" or (keyword.arg == "sampler" and not ordered)
-    ]
-    plan.drop(call, drops)
+    gone = {"drop_last"} if ordered else {"drop_last", "sampler"}
+    plan.drop(call, [keyword for keyword in call.keywords if keyword.arg in gone])
     if not any(keyword.arg == "drop_last" and is_constant(keyword.value, True) for keyword in call.keywords):
         part = "a last partial batch, which the script would train on, is left out, and len(loader) does not count it"
         plan.note(f"{part}: remainder='exact' keeps it (docs/same_result.md)")
@@ -266,14 +259,11 @@ def _download(plan: PortPlan, event: Event) -> None:
         home = home if how == "before" else plan.alone(call)
         plan.edit(how, home, f"if {world}.local_rank == 0:\n    {plan.src(call)}\n{wait}")
         return
-    kept = [plan.src(value) for value in call.args]
-    kept += [
-        f"{keyword.arg}={plan.src(keyword.value)}"
-        for keyword in call.keywords
-        if keyword.arg and "transform" not in keyword.arg
-    ]
     if has_stars(call):
         raise Unsure(call, "every rank downloads", "download where the local rank is 0, and let the others wait")
+    kept = [plan.src(value) for value in call.args]
+    named = [keyword for keyword in call.keywords if "transform" not in str(keyword.arg)]
+    kept += [f"{keyword.arg}={plan.src(keyword.value)}" for keyword in named]
     fetch = f"{plan.src(call.func)}({', '.join(kept)})"
     plan.edit("before", home, f"if {world}.local_rank == 0:\n    {fetch}\n{wait}")
     plan.rename(download, "download", "False")

@@ -73,11 +73,10 @@ class PortPlan:
         self.binding = ""
         self.start: ast.stmt | None = None
         self._needs: set[FunctionNode | None] = set()
-        self._taken = {node.id for node in self.case.nodes if isinstance(node, ast.Name)}
-        self._taken |= {node.arg for node in self.case.nodes if isinstance(node, ast.arg)}
-        self._taken |= {
-            (node.asname or node.name).split(".")[0] for node in self.case.nodes if isinstance(node, ast.alias)
-        }
+        nodes = self.case.nodes
+        self._taken = {node.id for node in nodes if isinstance(node, ast.Name)}
+        self._taken |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        self._taken |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
         self.world = self.free("world", "topology", "hvdkit_world")
         self.hk = self.free("hk", "hvdkit_", "hk_")
         self._horovod = ""

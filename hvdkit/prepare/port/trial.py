@@ -78,8 +78,8 @@ class ComparedTrial:
         return "\n".join([self.verdict, *(f"  {one}" for one in self.lines)])
 
 
-class _Failed(Exception):  # noqa: N818 - it becomes the verdict
-    """A run came to no end of its own."""
+class _Ended(Exception):  # noqa: N818 - it becomes the verdict
+    """Nothing more can be compared, or something differs, or a run came to no end of its own."""
 
 
 def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: float) -> ComparedTrial:
@@ -97,47 +97,54 @@ def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: f
     with tempfile.TemporaryDirectory(prefix="hvdkit-try-") as name:
         runs = _Runs(scripts, list(arguments), steps, timeout_s, Path(name))
         try:
-            found.ok = _compare_runs(runs, found)
-        except (_Failed, DataError) as failed:
-            found.verdict = str(failed)
+            found.verdict, found.ok = _compare_runs(runs, found.lines), True
+        except (_Ended, DataError) as ended:
+            found.verdict = str(ended)
     return found
 
 
-def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
-    """Compare the ported script on 1 rank with the script itself and, where they are equal, 2 ranks with both."""
+def _compare_runs(runs: _Runs, lines: list[str]) -> str:
+    """Compare the ported script on 1 rank with the script itself and then 2 ranks with both.
+
+    Args:
+        lines: gets what is measured.
+    Returns:
+        The verdict where all is equal.
+    Raises:
+        _Ended: with every other verdict.
+    """
     (ours,) = runs.run("the ported script on 1 rank", "ours-1", 1)
     if not ours.steps:
-        found.verdict = "Nothing was compared: no step of an optimizer of PyTorch or of Keras on TensorFlow was seen."
-        return False
+        raise _Ended("Nothing was compared: no step of an optimizer of PyTorch or of Keras on TensorFlow was seen.")
     (theirs,) = runs.run("the script itself", "theirs-1", 0, batches="ours-1")
     said, equal = _compare(ours, theirs)
     order = " The script was given the same batches: by itself it draws another order." if theirs.same is False else ""
-    found.lines.append(f"1 rank and the script itself: {said}.{order}")
+    lines.append(f"1 rank and the script itself: {said}.{order}")
     left = sum(one["rows"] for one in theirs.epochs) - sum(one["rows"] for one in ours.epochs)
     if left > 0:
-        found.lines.append(f"1 rank: an epoch leaves out {left} of the script's samples, which fill no step.")
+        lines.append(f"1 rank: an epoch leaves out {left} of the script's samples, which fill no step.")
     apart = _rates_apart(ours, theirs)
     if apart is not None:
         other = _span([step["own rate"] for step in theirs.steps])
-        found.lines.append(f"without the port's rates the script has a {other}, another from step {apart + 1} on.")
+        lines.append(f"without the port's rates the script has a {other}, another from step {apart + 1} on.")
     if "sparse" in theirs.notes:
-        found.lines.append(f"not compared: {_SPARSE}.")
+        lines.append(f"not compared: {_SPARSE}.")
     if equal is None:
-        found.verdict = f"Nothing was compared: {_SHORT}."
-    elif not equal:
-        found.verdict = "Differs: on 1 rank the ported script does not take the script's own steps."
-        if theirs.steps and ours.steps[0]["start"] != theirs.steps[0]["start"]:
-            found.verdict = "Nothing was compared: the script begins with other weights in each run. Let it set a seed."
-    elif apart is not None and (not apart or left <= 0):
-        found.verdict, equal = "Differs: on 1 rank the learning rate is not the script's own.", False
-    equal = bool(equal) and _two_ranks(runs, found, theirs, ours)
-    if apart is not None and equal:  # a schedule that counts the samples which are left out begins at the same rate
-        found.verdict = found.verdict.replace("Equal", "Equal but for the learning rate", 1)
-    return equal
+        raise _Ended(f"Nothing was compared: {_SHORT}.")
+    if not equal and theirs.steps and ours.steps[0]["start"] != theirs.steps[0]["start"]:
+        raise _Ended("Nothing was compared: the script begins with other weights in each run. Let it set a seed.")
+    if not equal:
+        raise _Ended("Differs: on 1 rank the ported script does not take the script's own steps.")
+    if apart is not None and (not apart or left <= 0):
+        raise _Ended("Differs: on 1 rank the learning rate is not the script's own.")
+    verdict = _two_ranks(runs, lines, theirs, ours)
+    if apart is not None:  # a schedule that counts the samples which are left out begins at the same rate
+        verdict = verdict.replace("Equal", "Equal but for the learning rate", 1)
+    return verdict
 
 
-def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: TrialRecording) -> bool:
-    """Compare 2 ranks with the script itself.
+def _two_ranks(runs: _Runs, lines: list[str], whole: TrialRecording, again: TrialRecording) -> str:
+    """Compare 2 ranks with the script itself, as ``_compare_runs``.
 
     Args:
         whole, again: two runs in one process, whose epoch is that of the script.
@@ -148,33 +155,24 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
     counts = [len(recording.steps) for recording in ranks]
     if apart is not None or counts[0] != counts[1] or not counts[0]:
         what = f"take {counts[0]} and {counts[1]} steps" if apart is None else f"hold different weights in step {apart}"
-        found.verdict = f"Differs: on 2 ranks the ranks {what}."
-        return False
+        raise _Ended(f"Differs: on 2 ranks the ranks {what}.")
     if not all(step["finite"] for step in ranks[0].steps):
-        found.verdict = "Differs: on 2 ranks the weights are not finite."
-        return False
+        raise _Ended("Differs: on 2 ranks the weights are not finite.")
     if trial.on_same_batches(ranks):
-        found.verdict = "Differs: both of 2 ranks train on the same batches."
-        return False
-    wrong, samples, unknown = _covered(whole, again, ranks)
-    if wrong:
-        found.verdict = f"Differs: {wrong}."
-        return False
-    found.lines += [f"2 ranks: {samples}."] if samples else []
-    found.lines += [f"not compared: the samples of an epoch: {unknown}."] if unknown else []
+        raise _Ended("Differs: both of 2 ranks train on the same batches.")
+    samples, unknown = _covered(whole, again, ranks)
+    lines += [f"2 ranks: {samples}."] if samples else []
+    lines += [f"not compared: the samples of an epoch: {unknown}."] if unknown else []
     given, why = trial.union(ranks)
     drew = any(step["drew"] for step in ranks[0].steps[1:] or ranks[0].steps)  # the first one may make weights
     if drew:
         why = "each step draws random numbers, others on each rank"
     if "BatchNorm" in ranks[0].notes:
         why = "BatchNorm takes the statistics of each rank's own samples; sync_batch_norm takes those of all"
-    what = f"{_OWN}, and 2 ranks those of one process on both ranks' batches"
-    found.verdict = f"Equal where that is defined: {what}." if unknown else f"Equal: {what}."
     if why:
-        found.lines.append(f"2 ranks with each other: {_steps(ranks[0].steps)}, equal bit for bit.")
-        found.lines.append(f"not compared: 2 ranks with one process: {why}.")
-        found.verdict = f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
-        return True
+        lines.append(f"2 ranks with each other: {_steps(ranks[0].steps)}, equal bit for bit.")
+        lines.append(f"not compared: 2 ranks with one process: {why}.")
+        return f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
     given.write(runs.directory / "union", 0)
     (theirs,) = runs.run("one process on the batches of 2 ranks", "theirs-2", 0, batches="union", dropout=False)
     said, equal = _compare(ranks[0], theirs)
@@ -182,16 +180,17 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: 
     if own:
         said, equal = _compare(ranks[0], theirs, own)
     off = " Dropout was off, whose masks each rank draws." if "dropout" in ranks[0].notes else ""
-    found.lines.append("2 ranks with each other: equal bit for bit.")
-    found.lines.append(f"2 ranks and one process on both ranks' batches: {said}.{off}")
+    lines.append("2 ranks with each other: equal bit for bit.")
+    lines.append(f"2 ranks and one process on both ranks' batches: {said}.{off}")
     if any(own):
         change = "when the halves of each batch change places"
-        found.lines.append(f"one process comes {max(own):.1e} apart from itself by rounding, {change}.")
+        lines.append(f"one process comes {max(own):.1e} apart from itself by rounding, {change}.")
     if equal is None:
-        found.verdict = f"Nothing was compared on 2 ranks: {_SHORT}."
-    elif not equal:
-        found.verdict = "Differs: 2 ranks do not take the steps of one process on both ranks' batches."
-    return bool(equal)
+        raise _Ended(f"Nothing was compared on 2 ranks: {_SHORT}.")
+    if not equal:
+        raise _Ended("Differs: 2 ranks do not take the steps of one process on both ranks' batches.")
+    where = " where that is defined" if unknown else ""
+    return f"Equal{where}: {_OWN}, and 2 ranks those of one process on both ranks' batches."
 
 
 def _rounding_alone(runs: _Runs, ranks: list[TrialRecording], theirs: TrialRecording) -> list[float]:
@@ -207,45 +206,44 @@ def _rounding_alone(runs: _Runs, ranks: list[TrialRecording], theirs: TrialRecor
 # An epoch's samples ---------------------------------------------------------------------------------------------------
 
 
-def _covered(whole: TrialRecording, again: TrialRecording, ranks: Sequence[TrialRecording]) -> tuple[str, str, str]:
-    """Whether the first epoch of the ranks together is that of one process, each sample once.
+def _covered(whole: TrialRecording, again: TrialRecording, ranks: Sequence[TrialRecording]) -> tuple[str, str]:
+    """Compare the first epoch of the ranks together with that of one process, which has each sample once.
 
     Args:
         whole, again: two runs of one process; what differs between them is random.
     Returns:
-        What is wrong, what was compared, and why not all was compared; "" each where there is nothing to say.
+        What was compared, and why not all was compared; "" each where there is nothing to say.
+    Raises:
+        _Ended: the epochs differ.
     """
     if not whole.epochs or len({len(one.epochs) for one in (whole, again, *ranks)}) > 1:
-        return "", "", "no loader that is known (DataLoader, tf.data, fit) gave the batches"
+        return "", "no loader that is known (DataLoader, tf.data, fit) gave the batches"
     said: list[str] = []
     for at, epoch in enumerate(whole.epochs):
         runs = [epoch, again.epochs[at], *(recording.epochs[at] for recording in ranks)]
         why = next((run["why"] for run in runs if run["why"]), "")
         if why:
-            return "", "", why
+            return "", why
         rows, trained = epoch["rows"], sum(one["rows"] for one in runs[2:])
         step = sum(one["batch"] for one in runs[2:])
         # One process that drops its last partial batch leaves out samples that ranks may take, at most these.
         slack = epoch["batch"] - 1 if epoch["last"] == epoch["batch"] else 0
         if not -slack <= rows - trained <= (rows % step if step else 0):
-            return f"in an epoch 2 ranks train on {trained} samples, and the script itself on {rows}", "", ""
+            raise _Ended(f"Differs: in an epoch 2 ranks train on {trained} samples, and the script itself on {rows}.")
         fixed = _fixed_columns(whole, again, at, slack)
         if not fixed:
-            return "", f"an epoch of {trained} samples, of the script's {rows}", "each run alters them at random"
+            return f"an epoch of {trained} samples, of the script's {rows}", "each run alters them at random"
         own = Counter(_rows(whole, fixed))
         more = sum((Counter(_rows(recording, fixed)) for recording in ranks), Counter[bytes]()) - own
         twice = sum(count for row, count in more.items() if row in own)
         if twice > slack:
-            return (
-                f"in an epoch 2 ranks train on {twice} of the script's {rows} samples more often than it does",
-                "",
-                "",
-            )
+            more_often = f"{twice} of the script's {rows} samples more often than it does"
+            raise _Ended(f"Differs: in an epoch 2 ranks train on {more_often}.")
         if more.total() > slack:
-            return "", "", f"{more.total() - twice} of the ranks' {trained} are none of the script's: {_AGAIN}"
+            return "", f"{more.total() - twice} of the ranks' {trained} are none of the script's: {_AGAIN}"
         left = f", and leaves out {rows - trained}, which fill no step" if trained < rows else ""
         said.append(f"an epoch is the script's own {rows} samples, each once{left}")
-    return "", "; ".join(dict.fromkeys(said)), ""
+    return "; ".join(dict.fromkeys(said)), ""
 
 
 def _fixed_columns(whole: TrialRecording, again: TrialRecording, epoch: int, slack: int) -> list[str]:
@@ -348,7 +346,7 @@ class _Runs:
             batches: name of the recording that it is given.
             dropout: see ``WantedTrial``.
         Raises:
-            _Failed: with its last lines.
+            _Ended: with its last lines.
         """
         script = str(Path(self.scripts.path))
         source = self.directory / f"{name}.py"
@@ -379,5 +377,5 @@ class _Runs:
             output, ended = late.stdout or b"", f"did not take {self.steps} steps within {self.timeout_s:g} s"
         if ended:
             last = [one for one in output.decode(errors="replace").splitlines() if one.strip()][-_LAST_LINES:]
-            raise _Failed("\n".join([f"Failed: {what} {ended}.", *(f"  | {one}" for one in last)]))
+            raise _Ended("\n".join([f"Failed: {what} {ended}.", *(f"  | {one}" for one in last)]))
         return [trial.read(self.directory / name, rank) for rank in range(max(1, ranks))]

@@ -189,6 +189,25 @@ def test_what_is_looked_at_or_evaluated_before_the_first_step_is_no_epoch():
     assert [(one["rows"], one["why"]) for one in seen.made.epochs] == [(4, "")]
 
 
+def test_what_is_evaluated_between_a_batch_and_its_step_is_no_epoch():
+    """A pass that ended before the first step trained nothing, whichever began first."""
+    seen, weights = Trial(WantedTrial("", 99), 0), np.zeros(2)
+    training, evaluation = (iter([np.array([one]) for one in range(length)]) for length in (3, 2))
+    for step in range(3):
+        seen.batch(training.__next__, training)
+        if step == 0:
+            for _ in range(2):
+                seen.batch(evaluation.__next__, evaluation)
+            with pytest.raises(StopIteration):
+                seen.batch(evaluation.__next__, evaluation)
+        seen.begin("sgd", [weights], [np.ones(2)])
+        seen.end("sgd", [weights + 1], 0.1)
+    with pytest.raises(StopIteration):
+        seen.batch(training.__next__, training)
+    seen._read_first_epochs()
+    assert [one["rows"] for one in seen.made.epochs] == [3]
+
+
 def test_ranks_on_the_same_batches_are_no_training_on_shards(monkeypatch, ported):
     seen = Trial(WantedTrial("", 9), 0)
     seen.batch(iter([np.arange(4)]).__next__)
@@ -222,11 +241,12 @@ def test_a_script_is_run_under_its_own_name_and_nothing_of_the_current_directory
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "beside.py").write_text("number = 7\n")
     said = "import sys, random, beside, pathlib\n__name__ == '__main__' or 1 / 0\n" \
-           "pathlib.Path(sys.argv[1]).write_text(f'{__file__} {beside.number} {random.random()}')\n"  # fmt: skip
+           "pathlib.Path(sys.argv[1]).write_text(f'{__file__} {beside.number} {random.random()}')\n" \
+           "from hvdkit.observe import trial\ntrial.current().note('as marks do')\n"  # fmt: skip
     seen = []
     for name in ("a", "b"):
         (made,) = runs_of(tmp_path, said, str(tmp_path / name)).run("it", "it", 0)
-        assert made.steps == []
+        assert made.steps == [] and made.notes == ["as marks do"]
         seen.append((tmp_path / name).read_text())
     assert seen[0].startswith(f"{tmp_path / 'train.py'} 7 ") and seen[0] == seen[1]
 

@@ -305,6 +305,13 @@ def test_every_edit_is_made_once_a_node() -> None:
     assert made.count("hk.distribute") == made.count("hk.broadcast_state") == 1
 
 
+def test_an_optimizer_on_either_branch_is_distributed_there() -> None:
+    made = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    either = f"if data:\n    {made}else:\n    {made.replace('SGD', 'Adam')}"
+    found = after(HEAD + LOOP.replace(made, either))
+    assert found.count("    optimizer = hk.distribute(optimizer, model)\n") == 2
+
+
 @pytest.mark.parametrize("use", ["validation_data=train", "epochs=1)\nmodel.evaluate(train"])
 def test_data_that_fit_trains_and_evaluates_on_stay(use: str) -> None:
     content = TWO_FITS.replace("epochs=2, steps_per_epoch=4", use)
@@ -390,6 +397,8 @@ def test_arguments_of_horovods_optimizer_get_hvdkits_names_and_words() -> None:
         "    optimizer, named_parameters=model.named_parameters(), num_groups=2, op=hvd.Average)\n"
     )
     assert '    optimizer, model, groups=2, op="average")\n' in made
+    lists = HOROVOD.replace("parameters())\nhvd", "parameters(), groups=[[model.weight]])\nhvd")
+    assert "knows no groups=" in one_reason(lists)
 
 
 def test_what_keras_3_does_not_take_is_listed_or_taken_from_tensorflow() -> None:
@@ -754,6 +763,9 @@ def test_what_is_another_training_or_done_by_every_rank_is_said() -> None:
     batch, part = ported(loop).notes
     assert part.startswith("a last partial batch") and batch.startswith("each rank takes batches of the script's size")
     assert "every rank evaluates on all validation data" in ported(validated).notes[2]
+    for held in ("validation_split=0.5", "validation_data=(x, y)"):
+        assert "every rank evaluates" in ported(FIT.replace("fit(x, y)", f"fit(x, y, {held})")).notes[-1]
+    assert "every rank evaluates" not in " ".join(ported(FIT).notes)
     assert len(ported(loop.replace("batch_size=2", "batch_size=2, drop_last=True")).notes) == 1
     again = ported(ported(loop).after)
     assert "an earlier port" in again.notes[0] and not again.sure and not again.left

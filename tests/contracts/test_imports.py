@@ -179,6 +179,11 @@ def test_import_hvdkit_needs_the_standard_library_only():
     assert loaded_by("import hvdkit") - loaded_by("") - set(sys.stdlib_module_names) <= {"hvdkit"}
 
 
+def test_a_job_on_this_machine_loads_no_server_of_http():
+    code = "from hvdkit.jobs.launch import peer; peer.listener([], here=True); import hvdkit.notebook"
+    assert "http" not in loaded_by(code)
+
+
 def test_a_folder_of_that_name_beside_the_script_hides_nothing(tmp_path):
     """A clone, for instance: an editable installation by a finder came after it."""
     (tmp_path / "hvdkit" / "docs").mkdir(parents=True)

@@ -19,7 +19,6 @@ from hvdkit.jobs.launch import wire
 from hvdkit.jobs.launch.outcome import RankEnd
 from hvdkit.jobs.launch.stall import StallReports
 from hvdkit.jobs.launch.tracebacks import ErrorStream
-from hvdkit.steps import bootstrap
 from hvdkit.steps.stalls import IN_INIT, JOINED, KILLED_WORKER, PAST_INIT, TRAINED
 
 RECEIVE_BYTES = 1 << 18
@@ -52,6 +51,8 @@ def listener(named: Sequence[str], *, here: bool) -> tuple[socket.socket, str]:
 
 def _own_address(named: Sequence[str]) -> str:
     """This host's address as the first of these reaches it that is another host, or as hosts that it does not know."""
+    from hvdkit.steps import bootstrap  # imports a server of HTTP, which a job on this machine alone does without
+
     for name in (*named[:_LOOKED_UP], _SOMEWHERE):
         with contextlib.suppress(OSError, UnicodeError, subprocess.TimeoutExpired):  # the launcher may know it
             own = bootstrap.own_address(bootstrap.address_of(name))

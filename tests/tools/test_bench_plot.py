@@ -115,6 +115,8 @@ def test_results_without_any_job_have_no_plot(measured, capsys):
     Path("results.json").write_text(json.dumps(content))
     assert cli.run(["bench", "show", "results.json", "--plot", "scaling.svg"]) == 1
     assert "nothing can be drawn" in capsys.readouterr().err
+    assert cli.run(["bench", "show", "results.json", "--plot", "scaling.txt"]) == 2
+    assert "expected .svg, .png or .pdf" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_error_names_what_to_install(measured):

@@ -281,7 +281,9 @@ def draw(analysis: ScalingSummary, path: Path, source: Path) -> None:
 
     Raises:
         DataError: nothing was measured, or the file cannot be written.
+        InvalidArgumentError: another ending; said before what is in the results.
     """
+    plot.check(path)
     rows = [row for row in analysis.rows if row.speedup is not None]
     if not rows:
         raise DataError("nothing can be drawn: no job counts; measure with `hvdkit bench scaling` first.")

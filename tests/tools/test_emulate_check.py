@@ -1,5 +1,7 @@
 """What ranks give and must get, and what a rank does in a trial."""
 
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,19 @@ def as_numbers(array, dtype):
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     return array.astype(np.float64)
+
+
+def test_gloo_asks_for_the_address_of_one_other_host_alone(tmp_path, monkeypatch):
+    distributed, asked = MagicMock(), []
+    distributed.FileStore.return_value.get = lambda name: name.encode()
+    modules = {"torch": MagicMock(), "torch.distributed": distributed}
+    monkeypatch.setattr(engines.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(engines.launchers, "detect", lambda _: MagicMock(rank=1))
+    monkeypatch.setattr(engines.bootstrap, "own_address", lambda *names: asked.extend(names) or "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    engines.over_torch(EmulateAsked("gloo", 4, hosts=4), tmp_path)
+    assert asked == ["host0"] and engines.os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 # Values

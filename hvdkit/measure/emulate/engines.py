@@ -311,7 +311,8 @@ def over_torch(asked: EmulateAsked, folder: Path) -> Engine:
         store.set(f"host{rank}", socket.gethostname())
         names = [store.get(f"host{other}").decode() for other in range(size)]
         others = [name for name in names if name != names[rank]]
-        os.environ["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(bootstrap.own_address(*others))
+        # one of them tells it; Gloo needs no other name, and not every host need know all
+        os.environ["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(bootstrap.own_address(*others[:1]))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
     def operation(index: int, collective: str, elements: int, dtype: str) -> CollectiveOperation:  # noqa: ARG001

@@ -789,4 +789,7 @@ def test_exit_status_and_misuse(script: Path, capfd: pytest.CaptureFixture[str])
         assert "nests expressions too deeply" in capfd.readouterr().err
     script.write_text(HEAD + LOOP + f"torch.save({'+'.join('1' * 240)}, 'm')\n")
     assert cli.run(["port", str(script), "--in-place"]) == 0
+    choices = "".join(f"elif data == {one}:\n    pass\n" for one in range(240))
+    script.write_text(f"{HEAD}{LOOP}if not data:\n    pass\n{choices}x = [{'1, ' * 1000}]\n")
+    assert cli.run(["port", str(script), "--in-place"]) == 0
     assert cli.run(["port", str(script.with_name("absent.py"))]) == 2

@@ -175,8 +175,13 @@ def test_the_top_level_loads_no_framework_and_no_numpy(code):
     assert not loaded_by(code) & (FRAMEWORKS | {"numpy", "scipy", "rich", "matplotlib", "sklearn"})
 
 
-def test_import_hvdkit_needs_the_standard_library_only():
-    assert loaded_by("import hvdkit") - loaded_by("") - set(sys.stdlib_module_names) <= {"hvdkit"}
+@pytest.mark.parametrize(
+    "code",
+    ["import hvdkit", "import hvdkit.prepare.install.here"],
+    ids=["what a script imports", "what .ci/gpu-build asks a Python without an environment"],
+)
+def test_the_standard_library_is_enough(code):
+    assert loaded_by(code) - loaded_by("") - set(sys.stdlib_module_names) <= {"hvdkit"}
 
 
 def test_a_job_on_this_machine_loads_no_server_of_http():

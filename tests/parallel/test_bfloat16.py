@@ -9,7 +9,7 @@ import pytest
 from programs_checks import message
 from ranks import missing, on_ranks
 
-from hvdkit.prepare.install.here import read_record
+from hvdkit.prepare.install.record import read_record
 
 RECORD = None if missing("torch") else read_record()
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdkit.prepare.install.here import read_record
+from hvdkit.prepare.install.record import read_record
 
 MISSING = [name for name in ("torch", "tensorflow", "horovod") if importlib.util.find_spec(name) is None]
 RECORD = None if MISSING else read_record()

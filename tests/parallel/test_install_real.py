@@ -63,6 +63,6 @@ def test_a_wheel_built_elsewhere_is_installed_from_the_cache_and_works(
         )
         environ = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         assert str(environment.site) in environment.run("-c", code, **environ)
-    code = "from hvdkit.prepare.install.here import read_record; print(read_record().key)"
+    code = "from hvdkit.prepare.install.record import read_record; print(read_record().key)"
     assert environment.run("-c", code).strip() == plan.key
     assert "already installed" in environment.run("-m", "hvdkit.cli", "install")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.prepare.install.here import read_record
+from hvdkit.prepare.install.record import read_record
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -22,7 +22,7 @@ from hvdkit.prepare.doctor.facts import (
     TwoRanks,
 )
 from hvdkit.prepare.doctor.facts import Tested as Said
-from hvdkit.prepare.install.facts import BuildRecord, MpiRecord
+from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 MPICH = MpiLibrary("/usr/lib/libmpich.so.12", "MPICH", "4.2.0")

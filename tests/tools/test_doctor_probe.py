@@ -25,7 +25,7 @@ from hvdkit.prepare.doctor import probe
 from hvdkit.prepare.doctor.checks import CHECKS, Found, examine
 from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.probe import gather, plain, run
-from hvdkit.prepare.install.facts import MpiRecord
+from hvdkit.prepare.install.record import MpiRecord
 
 HOROVOD_TORCH = """
 def mpi_built(): return True

@@ -16,13 +16,13 @@ from hvdkit.prepare.install.facts import (
     CudaFacts,
     FrameworkFacts,
     MpiFacts,
-    MpiRecord,
     NcclFacts,
     Options,
     PythonFacts,
     SystemFacts,
 )
 from hvdkit.prepare.install.plan import build_environ, make_plan, parse_frameworks, run_path
+from hvdkit.prepare.install.record import MpiRecord
 
 ENV = Path("/home/me/env")
 SITE = ENV / "lib/python3.11/site-packages"

@@ -12,8 +12,7 @@ from test_doctor_checks import RECORD as BOTH
 
 from hvdkit.common import json_files
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.facts import RECORD_NAME, BuildRecord, MpiRecord
-from hvdkit.prepare.install.here import mpi_bin, read_record
+from hvdkit.prepare.install.record import RECORD_NAME, BuildRecord, MpiRecord, mpi_bin, read_record
 
 RECORD = replace(BOTH, tensorflow=None, adjustments=("cxx20", "gloo-stall-inspector"))
 

@@ -26,7 +26,7 @@ from hvdkit.jobs.launch.mpirun import find_mpirun, identify
 from hvdkit.jobs.launch.options import Request
 from hvdkit.jobs.launch.recordings import recorder
 from hvdkit.prepare.doctor.probe import cpu_quota
-from hvdkit.prepare.install.here import horovod_directory, mpi_bin, read_record
+from hvdkit.prepare.install.record import horovod_directory, mpi_bin, read_record
 from hvdkit.steps import launchers, meeting
 
 CGROUPS = Path("/sys/fs/cgroup")

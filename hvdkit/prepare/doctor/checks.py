@@ -17,7 +17,8 @@ from hvdkit.common.json_files import Part
 from hvdkit.common.programs import major, same_mpi_family
 from hvdkit.common.units import count_text
 from hvdkit.prepare.doctor.facts import PACKAGES, DoctorFacts, Failure, MpiLauncher, MpiLibrary, Package
-from hvdkit.prepare.install.facts import RECORD_NAME, TITLES
+from hvdkit.prepare.install.facts import TITLES
+from hvdkit.prepare.install.record import RECORD_NAME
 from hvdkit.steps.device import threads_asked
 
 LEVELS = {"error": "red", "warning": "yellow", "info": "cyan"}

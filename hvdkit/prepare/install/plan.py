@@ -26,13 +26,12 @@ from hvdkit.prepare.install.facts import (
     PYTHON_VERSIONS,
     TITLES,
     BuildFacts,
-    BuildRecord,
     CompilerFacts,
     FrameworkFacts,
-    MpiRecord,
     Options,
     PythonFacts,
 )
+from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
 BUILD_BYTES = 1 << 30
 """Free space that a build wants, in bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,14 @@ def test_mpirun_speaks_for_all_ranks(run: ModuleType) -> None:
 def test_every_fault_names_a_job(run: ModuleType) -> None:
     assert {fault.job for fault in run.FAULTS} <= set(run.JOBS)
     assert len({fault.name for fault in run.FAULTS}) == len(run.FAULTS)
+
+
+def test_what_it_takes_from_the_install_is_there(run: ModuleType) -> None:
+    """It compiles for minutes, and only where CUDA is."""
+    text = (GPU / "build.py").read_text()
+    taken = set(re.findall(r"\b(adjust|build|here)\.(\w+)\(", text))
+    assert len(taken) > 5
+    assert not [name for module, name in taken if not callable(getattr(getattr(run.build, module), name, None))]
 
 
 def test_without_cuda_it_says_what_is_missing(tmp_path: Path) -> None:

@@ -134,9 +134,7 @@ def _environ(plan: BuildPlan, directory: Path) -> dict[str, str]:
     """The environment of the compilation: tools of ``directory``, jobs that fit the memory, NCCL."""
     environ = build_environ(plan, plan.facts.environ)
     tools = directory / "tools"
-    # What programs can still get, the file cache included; where the system does not say it, enough for one job.
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", files.text_if_there(Path("/proc/meminfo")), re.MULTILINE)
-    memory = int(found.group(1)) * 1024 if found else JOB_BYTES
+    memory = available_bytes(files.text_if_there(Path("/proc/meminfo")))
     jobs = job_count(len(os.sched_getaffinity(0)), memory, plan.facts.environ.get("MAX_JOBS"))
     environ |= {
         "PATH": os.pathsep.join([str(tools / "cmake" / "data" / "bin"), str(tools / "bin"), environ["PATH"]]),
@@ -153,6 +151,16 @@ def _environ(plan: BuildPlan, directory: Path) -> dict[str, str]:
         (links / "libnccl.so").symlink_to(plan.nccl_link)
         environ["HOROVOD_NCCL_LIB"] = str(links)
     return environ
+
+
+def available_bytes(meminfo: str) -> int:
+    """Memory that programs can still get, in bytes, the file cache included.
+
+    Args:
+        meminfo: the text of ``/proc/meminfo``; when it does not say, enough for one job is assumed.
+    """
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else JOB_BYTES
 
 
 def _check_frameworks(shop: Workshop) -> None:

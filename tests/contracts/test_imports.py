@@ -175,6 +175,14 @@ def test_the_top_level_loads_no_framework_and_no_numpy(code):
     assert not loaded_by(code) & (FRAMEWORKS | {"numpy", "scipy", "rich", "matplotlib", "sklearn"})
 
 
+def test_check_and_launch_start_without_what_the_doctor_finds_out():
+    """They take two of its modules; all of it would be a tenth of their start."""
+    code = "import sys, hvdkit.prepare.check.cli, hvdkit.jobs.launch.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    doctors = {name for name in done.stdout.split() if name.startswith("hvdkit.prepare.doctor.")}
+    assert doctors == {f"hvdkit.prepare.doctor.{name}" for name in ("finding", "host", "job")}
+
+
 @pytest.mark.parametrize(
     "code",
     ["import hvdkit", "import hvdkit.prepare.install.here"],

@@ -9,19 +9,11 @@ import pytest
 from msgspec import structs
 
 from hvdkit.common.programs import identify_mpi, same_mpi_family
-from hvdkit.prepare.doctor.checks import CHECKS, LEVELS, Found, examine
-from hvdkit.prepare.doctor.facts import (
-    Devices,
-    DoctorFacts,
-    DoctorHost,
-    Extension,
-    Failure,
-    MpiLauncher,
-    MpiLibrary,
-    Package,
-    TwoRanks,
-)
+from hvdkit.prepare.doctor.checks import CHECKS
+from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package, TwoRanks
 from hvdkit.prepare.doctor.facts import Tested as Said
+from hvdkit.prepare.doctor.finding import LEVELS, Found, examine
+from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")

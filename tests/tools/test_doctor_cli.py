@@ -21,7 +21,8 @@ from test_doctor_checks import (
 
 from hvdkit import cli
 from hvdkit.prepare.doctor.cli import components
-from hvdkit.prepare.doctor.facts import Failure, MpiLauncher
+from hvdkit.prepare.doctor.facts import Failure
+from hvdkit.prepare.doctor.host import MpiLauncher
 
 TORCH_ALONE = replace(
     without_package("tensorflow", without_package("keras")),

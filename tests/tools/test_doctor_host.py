@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_install_find import program
 
-from hvdkit.prepare.doctor import probe
+from hvdkit.prepare.doctor import host
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -39,7 +39,7 @@ def test_the_tightest_cpu_quota_counts(
     tmp_path: Path, membership: str, files: dict[str, str], expected: float | None
 ) -> None:
     root = write(tmp_path / "cgroup", files)
-    assert probe.cpu_quota(membership + "\n", root) == expected
+    assert host.cpu_quota(membership + "\n", root) == expected
 
 
 def test_gpus_are_those_that_the_drivers_show(tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ def test_gpus_are_those_that_the_drivers_show(tmp_path: Path) -> None:
             "sys/class/kfd/kfd/topology/nodes/1/properties": "cpu_cores_count 0\nsimd_count 440\n",
         },
     )
-    assert probe.gpus(root) == ("NVIDIA H200", "NVIDIA GPU", "AMD GPU")
-    assert probe.gpus(tmp_path / "nothing") == ()
+    assert host.gpus(root) == ("NVIDIA H200", "NVIDIA GPU", "AMD GPU")
+    assert host.gpus(tmp_path / "nothing") == ()
 
 
 def test_mpirun_on_path_comes_before_the_one_of_the_environment(tmp_path: Path) -> None:
     typed = program(tmp_path / "usr/mpirun", "printf 'HYDRA build details:\\n    Version: 4.2.0\\n'")
     own = program(tmp_path / "env/bin/mpirun", "echo 'mpirun (Open MPI) 5.0.11'")
-    launchers = probe.mpi_launchers({"PATH": str(typed.parent)}, [own.parent, own.parent])
+    launchers = host.mpi_launchers({"PATH": str(typed.parent)}, [own.parent, own.parent])
     assert [(one.path, one.first_on_path, str(one)) for one in launchers] == [
         (str(typed), True, "MPICH 4.2.0"),
         (str(own), False, "Open MPI 5.0.11"),
@@ -69,16 +69,16 @@ def test_mpirun_on_path_comes_before_the_one_of_the_environment(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["exit 1", "echo 'pals 1.2'", "kill -9 $$", "printf '\\377'"])
 def test_an_mpirun_that_does_not_say_what_it_is_is_unknown(tmp_path: Path, text: str) -> None:
     typed = program(tmp_path / "mpiexec", text)
-    (launcher,) = probe.mpi_launchers({"PATH": str(tmp_path)}, [])
+    (launcher,) = host.mpi_launchers({"PATH": str(tmp_path)}, [])
     assert (launcher.path, launcher.implementation, launcher.version) == (str(typed), "", "")
 
 
 def test_only_variables_that_matter_are_shown() -> None:
     environ = {"HOROVOD_TIMELINE": "t", "OMP_NUM_THREADS": "2", "AWS_SECRET": "x", "HOROVOD_HOSTNAME": "node-17"}
-    assert probe.relevant(environ) == {"HOROVOD_TIMELINE": "t", "OMP_NUM_THREADS": "2"}
+    assert host.relevant(environ) == {"HOROVOD_TIMELINE": "t", "OMP_NUM_THREADS": "2"}
 
 
 def test_the_machine_has_cores_and_no_name() -> None:
-    seen = probe.look_at_host()
+    seen = host.look()
     assert 1 <= seen.affinity <= seen.cores
     assert os.uname().nodename not in seen.platform.split()

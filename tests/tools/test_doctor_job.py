@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.prepare.doctor import job as ranks
-from hvdkit.prepare.doctor.checks import LEVELS, examine
+from hvdkit.prepare.doctor.finding import LEVELS, examine
 from hvdkit.prepare.doctor.job import CHECKS, JobReport, Place, RankReport, look
 
 VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "horovod": "0.28.1"}

@@ -22,8 +22,9 @@ from test_doctor_checks import RECORD
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor import probe
-from hvdkit.prepare.doctor.checks import CHECKS, Found, examine
+from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import DoctorFacts
+from hvdkit.prepare.doctor.finding import Found, examine
 from hvdkit.prepare.doctor.probe import gather, plain, run
 from hvdkit.prepare.install.record import MpiRecord
 

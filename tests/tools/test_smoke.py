@@ -78,7 +78,7 @@ def test_each_framework_that_is_found_is_trained_by_launch(installed, job, capsy
 
 def test_ranks_take_gpus_where_there_is_one_for_each(installed, job, monkeypatch, capsys):
     for gpus, device in (((), "cpu"), (("H200",), "cpu"), (("H200", "H200"), "gpu")):
-        monkeypatch.setattr("hvdkit.prepare.doctor.probe.gpus", lambda root, gpus=gpus: gpus)
+        monkeypatch.setattr("hvdkit.prepare.doctor.host.gpus", lambda root, gpus=gpus: gpus)
         assert said(capsys)[0] == 0
         assert job["argv"][-1][-1] == device
 

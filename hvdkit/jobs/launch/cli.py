@@ -19,7 +19,7 @@ from hvdkit.jobs.launch.options import OPTIONS, Request
 from hvdkit.jobs.launch.outcome import JobEnd
 from hvdkit.jobs.launch.shown import Write
 from hvdkit.prepare.doctor import job as ranks
-from hvdkit.prepare.doctor.probe import WRITING
+from hvdkit.prepare.doctor.host import WRITING
 
 _PAUSE_S = 1.0
 """Seconds before a restart: what failed for want of a port or of memory has it back."""

@@ -25,7 +25,7 @@ from hvdkit.jobs.launch.model import Horovod, LaunchFacts, LaunchPlan
 from hvdkit.jobs.launch.mpirun import find_mpirun, identify
 from hvdkit.jobs.launch.options import Request
 from hvdkit.jobs.launch.recordings import recorder
-from hvdkit.prepare.doctor.probe import cpu_quota
+from hvdkit.prepare.doctor.host import cpu_quota
 from hvdkit.prepare.install.record import horovod_directory, mpi_bin, read_record
 from hvdkit.steps import launchers, meeting
 

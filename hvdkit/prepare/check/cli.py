@@ -14,7 +14,7 @@ from hvdkit.common.units import count_text
 from hvdkit.prepare.check.rules import BrokenRule, Checked, check_script
 from hvdkit.prepare.check.source import read_script
 from hvdkit.prepare.check.steps import STEPS, StepRule, Verdict
-from hvdkit.prepare.doctor.checks import explanation
+from hvdkit.prepare.doctor.finding import explanation
 
 _LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
 _COLOURS = {"done": "green", "missing": "red", "undecided": "yellow", "not needed": None}

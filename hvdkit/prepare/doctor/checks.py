@@ -1,31 +1,22 @@
-"""What a check finds and how it is shown, and the checks of one machine: ``CHECKS`` is the table of them.
+"""The checks of one machine: each looks at the facts and yields what it finds; ``CHECKS`` is the table of them.
 
-Each looks at the facts and yields what it finds. That training does not work is said by what failed when it was tried:
-an import, an extension, the launch of 2 ranks. What only does not fit together is a warning.
+That training does not work is said by what failed when it was tried: an import, an extension, the launch of 2 ranks.
+What only does not fit together is a warning.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from textwrap import TextWrapper
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
-from rich.text import Text
-
-from hvdkit.common.json_files import Part
 from hvdkit.common.programs import major, same_mpi_family
 from hvdkit.common.units import count_text
-from hvdkit.prepare.doctor.facts import PACKAGES, DoctorFacts, Failure, MpiLauncher, MpiLibrary, Package
+from hvdkit.prepare.doctor.facts import PACKAGES, DoctorFacts, Failure, Package
+from hvdkit.prepare.doctor.finding import Found
+from hvdkit.prepare.doctor.host import MpiLauncher, MpiLibrary
 from hvdkit.prepare.install.facts import TITLES
 from hvdkit.prepare.install.record import RECORD_NAME
 from hvdkit.steps.device import threads_asked
-
-LEVELS = {"error": "red", "warning": "yellow", "info": "cyan"}
-"""error: training does not work; warning: it works badly or in some uses not; info: good to know. And their colours."""
-WIDEST = 110
-"""Columns that findings fill at most."""
-Facts = TypeVar("Facts")
 
 _SHM_NEEDED = 64 * 2**20
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -34,56 +25,6 @@ _RANK_0 = (
     "A launcher tells each process its rank in its own way. A process that uses another MPI does not find its rank "
     "and takes itself for the only one: every process is rank 0 of 1, and N processes do the same training N times."
 )
-
-
-class Found(Part, frozen=True):
-    """What a check says is wrong, why that matters, and what to do.
-
-    Attributes:
-        check: the name of the check.
-        level: "error", "warning" or "info".
-        what, why, fix: a sentence or two each; ``fix`` names the command where there is one.
-    """
-
-    check: str
-    level: str
-    what: str
-    why: str
-    fix: str
-
-
-def examine(checks: Iterable[Callable[[Facts], Iterable[Found]]], facts: Facts) -> list[Found]:
-    """What a table of checks finds, errors first."""
-    found = [one for check in checks for one in check(facts)]
-    return sorted(found, key=lambda one: list(LEVELS).index(one.level))
-
-
-def explanation(finding: Any, width: int, hanging: int = 4, end: str = "") -> list[str]:
-    """What, why and fix of a finding, in lines of at most ``width`` columns where words allow.
-
-    Args:
-        finding: with these three texts.
-        width: in columns.
-        hanging: columns in front of a further line.
-        end: what follows each text.
-    """
-    wrapper = TextWrapper(width, "  ", " " * hanging, break_long_words=False, break_on_hyphens=False)
-    return [wrapper.fill(f"{label}: {getattr(finding, label)}{end}") for label in ("what", "why", "fix")]
-
-
-def paragraphs(findings: Iterable[Found], width: int) -> list[str | Text]:
-    """Findings as parts of a page, each after an empty line."""
-    parts: list[str | Text] = []
-    for one in findings:
-        head = Text.assemble((one.level, f"bold {LEVELS[one.level]}"), f" [{one.check}]")
-        parts += ["", head, *explanation(one, min(width, WIDEST))]
-    return parts
-
-
-def has_errors(findings: Iterable[Found]) -> bool:
-    """Whether training does not work."""
-    return any(one.level == "error" for one in findings)
-
 
 # What is installed, and can be imported -------------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ from hvdkit.common.table import Page, Table
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import job as ranks
-from hvdkit.prepare.doctor.checks import CHECKS, LEVELS, WIDEST, Found, examine, has_errors, paragraphs
+from hvdkit.prepare.doctor.checks import CHECKS
 from hvdkit.prepare.doctor.facts import CONTROLLERS, PACKAGES, DoctorFacts
+from hvdkit.prepare.doctor.finding import LEVELS, WIDEST, Found, examine, has_errors, paragraphs
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
 from hvdkit.prepare.install.facts import TITLES
 

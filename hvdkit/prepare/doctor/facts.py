@@ -9,38 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hvdkit.common.json_files import Part
+from hvdkit.prepare.doctor.host import DoctorHost, MpiLauncher, MpiLibrary
 from hvdkit.prepare.install.facts import TITLES
 from hvdkit.prepare.install.record import BuildRecord
 
 PACKAGES = {**TITLES, "keras": "Keras", "mpi4py": "mpi4py", "horovod": "Horovod"}
 CONTROLLERS = ("MPI", "Gloo")
-
-
-@dataclass(frozen=True)
-class DoctorHost:
-    """The machine, without its name.
-
-    Attributes:
-        platform: system and processor.
-        cores: CPUs of the machine.
-        affinity: CPUs that this process may run on.
-        cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
-        shm_bytes: free bytes of /dev/shm, None when it does not exist.
-        gpus: accelerators that the kernel's drivers show, whatever the frameworks see.
-    """
-
-    platform: str
-    cores: int
-    affinity: int
-    cpu_quota: float | None = None
-    shm_bytes: int | None = None
-    gpus: tuple[str, ...] = ()
-
-    @property
-    def usable_cores(self) -> int:
-        """Whole cores that a process can use at the same time, at least 1."""
-        quota = self.affinity if self.cpu_quota is None else int(self.cpu_quota)
-        return max(1, min(self.affinity, quota))
 
 
 @dataclass(frozen=True)
@@ -99,36 +73,6 @@ class Devices:
     build: str | None = None
     gpus: tuple[str, ...] = ()
     failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class MpiLibrary:
-    """An MPI library that a process had loaded.
-
-    Attributes:
-        path: real path of the shared library.
-        implementation: "Open MPI", "MPICH", ..., or "" when unknown.
-        version: "5.0.11", or "" when unknown.
-    """
-
-    path: str
-    implementation: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
-
-
-@dataclass(frozen=True)
-class MpiLauncher(MpiLibrary):
-    """An ``mpirun`` or ``mpiexec``.
-
-    Attributes:
-        path: as found, not resolved.
-        first_on_path: what a user gets who types the bare name.
-    """
-
-    first_on_path: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table, console
 from hvdkit.common.units import count_text
 from hvdkit.errors import LauncherError, name_ranks
-from hvdkit.prepare.doctor.checks import WIDEST, Found, examine, has_errors, paragraphs
+from hvdkit.prepare.doctor.finding import WIDEST, Found, examine, has_errors, paragraphs
 from hvdkit.prepare.install.facts import DISTRIBUTIONS
 from hvdkit.prepare.install.here import distribution
 from hvdkit.steps import launchers

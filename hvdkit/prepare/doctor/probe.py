@@ -1,4 +1,4 @@
-"""Gathers the facts: of this machine, of child processes that import, and of 2 ranks that train.
+"""Gathers the facts: of child processes that import, of 2 ranks that train, and of the machine.
 
 Whatever becomes of a child is an outcome: a crash or a hang of an import is what the doctor is here to find. The ranks
 are started by ``hvdkit launch``, in the environment and within the limits of a user's training: whether training works
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,24 +21,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hvdkit.common import masked
-from hvdkit.common.files import text_if_there
-from hvdkit.common.programs import identify_mpi, signal_name, version
-from hvdkit.core import listeners
+from hvdkit.common.programs import identify_mpi, signal_name
 from hvdkit.errors import HvdkitError, InstallError
-from hvdkit.prepare.doctor import inside
-from hvdkit.prepare.doctor.facts import (
-    Devices,
-    DoctorFacts,
-    DoctorHost,
-    Extension,
-    Failure,
-    MpiLauncher,
-    MpiLibrary,
-    Package,
-    Tested,
-    TwoRanks,
-)
+from hvdkit.prepare.doctor import host, inside
+from hvdkit.prepare.doctor.facts import Devices, DoctorFacts, Extension, Failure, Package, Tested, TwoRanks
+from hvdkit.prepare.doctor.host import MpiLibrary
 from hvdkit.prepare.install.facts import DISTRIBUTIONS, TITLES
 from hvdkit.prepare.install.record import BuildRecord, read_record
 from hvdkit.steps import launchers
@@ -58,20 +43,12 @@ _METADATA_NAMES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 """Horovod's names in its metadata.json -> import names (horovod setup.py, 0.28)."""
 _PART_OF_A_JOB = re.compile(r"HOROVOD_(?!GLOO_IFACE$)|PMI|PRTE_|HYDRA|PALS_|SLURM_(STEP|PMI|MPI)")
 """Beside what places a rank: what changes how Horovod behaves, or how an MPI starts. A probe is one plain process."""
-
-_RELEVANT = (
-    "HOROVOD_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS", "KERAS_BACKEND", "TF_USE_LEGACY_KERAS",
-)  # fmt: skip
-"""Beginnings of the names of variables that change a training; a report shows no others."""
 RANKS = 2
 SAID_BY_RANKS = ("allreduce", "training")
 """What a rank says of, in this order."""
 _SAID = re.compile(r"hvdkit test: (\w+): (.*)")
 _REASONS = (r"hvdkit: .*|(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*", r"hvdkit launch: .*")
 """Lines of a failed job that say why, the better ones first: a sentence of a rank, or the end of its traceback."""
-WRITING = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", listeners.MONITOR)
-"""Variables that have a training write files, which these few steps must not replace."""
 
 
 def gather(
@@ -129,7 +106,7 @@ def gather(
     return DoctorFacts(
         python=inventory["python"],
         prefix=inventory["prefix"],
-        host=look_at_host(),
+        host=host.look(),
         packages=packages,
         tensorflow_keras=value("tensorflow.keras").get("version"),
         devices=devices,
@@ -137,8 +114,8 @@ def gather(
         record=record,
         metadata=metadata,
         mpi4py_mpi=_mpi_library(value("mpi4py").get("mpi")),
-        mpi_launchers=mpi_launchers(environ, own_mpis),
-        environ=relevant(environ),
+        mpi_launchers=host.mpi_launchers(environ, own_mpis),
+        environ=host.relevant(environ),
         trained=trained,
         seconds_allowed=seconds,
     )
@@ -257,7 +234,7 @@ def train(framework: str, timeout_s: float, environ: Mapping[str, str] = os.envi
         timeout_s: seconds until the job is ended.
         environ: of the job.
     """
-    device = "gpu" if len(gpus(Path("/"))) >= RANKS else "cpu"
+    device = "gpu" if len(host.gpus(Path("/"))) >= RANKS else "cpu"
     job = ["launch", "-n", str(RANKS), "--no-tag", "--", "python", "-m", "hvdkit.synthetic.smoke"]
     job += [framework, str(RANKS), device]
     again = f"the job itself tells more: {shlex.join(['hvdkit', *job])}"
@@ -269,7 +246,7 @@ def train(framework: str, timeout_s: float, environ: Mapping[str, str] = os.envi
             stderr=subprocess.STDOUT,
             timeout=timeout_s,
             check=False,
-            env={name: value for name, value in environ.items() if name not in WRITING},
+            env={name: value for name, value in environ.items() if name not in host.WRITING},
         )
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:  # hvdkit launch leaves no rank behind, even when it is killed
@@ -300,84 +277,3 @@ def _reason(lines: Sequence[str], status: int) -> str:
         if told:
             return told[-1].removeprefix("hvdkit: ")
     return f"The job ended with exit status {status}."
-
-
-# The machine ----------------------------------------------------------------------------------------------------------
-
-
-def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change a training, by name, with secrets masked; HOROVOD_HOSTNAME is left out."""
-    names = sorted(name for name in environ if name.startswith(_RELEVANT) and name != "HOROVOD_HOSTNAME")
-    return {name: masked.variable(name, environ[name]) for name in names}
-
-
-def look_at_host() -> DoctorHost:
-    """The machine as this process sees it."""
-    shared = Path("/dev/shm")  # noqa: S108
-    return DoctorHost(
-        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cores=os.cpu_count() or 1,
-        affinity=len(os.sched_getaffinity(0)),
-        cpu_quota=cpu_quota(text_if_there(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
-        shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
-        gpus=gpus(Path("/")),
-    )
-
-
-def cpu_quota(membership: str, root: Path) -> float | None:
-    """CPUs' worth of time that the control groups of this process allow: the smallest on the way up.
-
-    Args:
-        membership: the text of ``/proc/self/cgroup``.
-        root: ``/sys/fs/cgroup``.
-    Returns:
-        None without a limit.
-    Source: kernel documentation, cgroup-v2 ``cpu.max`` and cgroup-v1 ``cpu.cfs_quota_us``.
-    """
-    limits = []
-    for line in membership.splitlines():
-        hierarchy, controllers, group = line.split(":", 2)
-        if hierarchy == "0":
-            limits += [_limit(directory, "cpu.max") for directory in _upwards(root, group)]
-        elif "cpu" in controllers.split(","):
-            mounts = {root / controllers, root / "cpu"}
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            limits += [_limit(directory, *names) for mount in mounts for directory in _upwards(mount, group)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _upwards(mount: Path, group: str) -> list[Path]:
-    """The group's directory and all above it, the mount point last."""
-    below = Path(group.lstrip("/"))
-    return [mount / below, *(mount / parent for parent in below.parents)]
-
-
-def _limit(directory: Path, *names: str) -> float | None:
-    """Quota by period, which stand in one file or in two; without a limit the quota is "max" or -1."""
-    words = " ".join(text_if_there(directory / name) for name in names).split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and all(map(str.isdigit, words)) else None
-
-
-def gpus(root: Path) -> tuple[str, ...]:
-    """Accelerators that the NVIDIA and AMD drivers show, whether or not this process may use them."""
-    nvidia = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    models = [re.search(r"^\s*Model\s*:[ \t]*(\S.*)$", text_if_there(file), re.MULTILINE) for file in nvidia]
-    names = [model[1].strip() if model else "NVIDIA GPU" for model in models]
-    amd = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
-    # CPUs are nodes without SIMDs
-    names += ["AMD GPU" for file in amd if re.search(r"simd_count +[1-9]", text_if_there(file))]
-    return tuple(names)
-
-
-def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tuple[MpiLauncher, ...]:
-    """``mpirun`` and ``mpiexec`` as typed by a user, then those in ``directories``, each once."""
-    names = ("mpirun", "mpiexec")
-    typed = [shutil.which(name, path=environ.get("PATH")) for name in names]
-    own = [shutil.which(name, path=str(directory)) for directory in directories for name in names]
-    found: dict[str, bool] = {}
-    for candidate in (*typed, *own):
-        if candidate:
-            found.setdefault(candidate, candidate in typed)
-    return tuple(
-        MpiLauncher(path, *identify_mpi(version(Path(path), environ).text), first) for path, first in found.items()
-    )

@@ -21,7 +21,7 @@ from hvdkit.jobs.launch import facts
 from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.jobs.launch.tuned import MIB, Tuned, TunedFile
 from hvdkit.jobs.trials import DEFAULT, Launch, TrialJob
-from hvdkit.jobs.tune import report
+from hvdkit.jobs.tune.cli import save, text, verdict
 from hvdkit.jobs.tune.search import CLOSING_LINE, WALL_TIME, Search, candidates, label, speedup, thread_choices
 
 AXES = {
@@ -104,7 +104,7 @@ def test_a_slower_setting_is_never_adopted_and_the_sentence_says_so():
     slow = [FAST, Tuned(threads=1)]
     found = searched(Machine(0, dict.fromkeys(slow, 20.0)), settings=slow)
     assert found.best() is None
-    assert "No setting is better than the default beyond noise" in report.verdict(found)
+    assert "No setting is better than the default beyond noise" in verdict(found)
 
 
 def test_settings_that_are_slower_beyond_noise_get_no_fresh_runs():
@@ -112,7 +112,7 @@ def test_settings_that_are_slower_beyond_noise_get_no_fresh_runs():
     found = searched(machine)
     assert found.finalists == ()
     assert len(machine.ran) == found.jobs - 3 * 8 == 1 + 9 * 4
-    assert "Every setting was slower than the default" in report.verdict(found)
+    assert "Every setting was slower than the default" in verdict(found)
 
 
 def test_a_lucky_default_in_the_runs_that_select_does_not_hide_a_gain():
@@ -151,8 +151,8 @@ def test_a_setting_whose_job_fails_is_dropped_and_told_with_its_last_lines():
     found = searched(machine)
     assert machine.ran.count(Tuned(threads=1)) == 1
     assert found.best() == FAST
-    assert "1 thread" in report.text(found, SUBJECT)
-    assert "ValueError: too few threads" in report.text(found, SUBJECT)
+    assert "1 thread" in text(found, SUBJECT)
+    assert "ValueError: too few threads" in text(found, SUBJECT)
 
 
 def test_a_failing_default_ends_it_with_the_reason():
@@ -185,7 +185,7 @@ def test_a_setting_that_fails_once_is_not_adopted_however_fast(fails_from):
 def test_all_settings_failing_leaves_the_defaults():
     found = searched(Machine(0, fails=candidates(AXES, 8, np.random.default_rng(0))))
     assert found.best() is None
-    assert "Every setting but the default failed" in report.verdict(found)
+    assert "Every setting but the default failed" in verdict(found)
 
 
 def test_a_setting_that_loses_the_closing_line_is_dropped():
@@ -233,7 +233,7 @@ def test_ctrl_c_keeps_what_was_measured():
     setting, ratio = found.leader()
     assert setting == FAST
     assert ratio == pytest.approx(2.0, rel=0.1)
-    assert "Best so far, unconfirmed: cycle 0.5 ms" in report.verdict(found, interrupted=True)
+    assert "Best so far, unconfirmed: cycle 0.5 ms" in verdict(found, interrupted=True)
 
 
 @pytest.mark.parametrize("interrupt_at", [1, 2, 3])
@@ -243,7 +243,7 @@ def test_ctrl_c_before_anything_can_be_compared(interrupt_at):
     found = search(machine)
     with pytest.raises(KeyboardInterrupt):
         found.go()
-    assert report.text(found, SUBJECT, interrupted=True).startswith("Verdict: Interrupted")
+    assert text(found, SUBJECT, interrupted=True).startswith("Verdict: Interrupted")
 
 
 @pytest.mark.parametrize("budget_s", [20, 100, 400, 700, 1e6])
@@ -252,23 +252,23 @@ def test_the_budget_is_kept(budget_s):
     found = searched(machine, budget_s=budget_s)
     assert machine.now <= budget_s * 1.05
     assert found.budget_ended == (budget_s < 1e6)
-    report.text(found, SUBJECT)
+    text(found, SUBJECT)
     if budget_s >= 400:
         assert found.best() == FAST
     if budget_s == 20:
-        assert report.verdict(found).startswith("Could not tell: the budget was up before")
+        assert verdict(found).startswith("Could not tell: the budget was up before")
 
 
 def test_a_search_that_is_cut_short_could_not_tell():
     """One pair of fresh runs says nothing of the noise: neither that a setting is better nor that none is."""
     found = search(Machine(0), settings=[FAST])
     found.finalists, found.measure, found.budget_ended = (FAST,), CLOSING_LINE, True
-    found.confirming.begin().update({DEFAULT: 10.0, FAST: 8.0})
-    said = report.verdict(found)
+    found.confirming.append({DEFAULT: 10.0, FAST: 8.0})
+    said = verdict(found)
     assert said.startswith("Could not tell: one pair of fresh runs of") and "No setting is better" not in said
     assert "cycle 0.5 ms, 1.250 times as fast" in said
     found.budget_ended = False
-    assert report.verdict(found) == said, "with --confirmations 1, too"
+    assert verdict(found) == said, "with --confirmations 1, too"
 
 
 # Statistics
@@ -343,23 +343,24 @@ def test_threads_worth_trying(share, current, choices):
 
 # The file
 
-SUBJECT = report.TunedJob(2, ("train.py",), "mpirun, OMP_NUM_THREADS=1")
+SUBJECT = "2 ranks of: train.py\ndefault: mpirun, OMP_NUM_THREADS=1"
 
 
 @pytest.mark.parametrize("launcher", [None, "horovodrun"])
 def test_the_file_is_one_that_launch_takes(tmp_path, launcher):
     file = tmp_path / "tuned.json"
     found = searched(Machine(0, {FAST: 5.0}))
-    report.save(file, found, SUBJECT, launcher)
+    said = text(found, SUBJECT)
+    save(file, found, said, launcher)
     assert json_files.read(file, TunedFile).settings == structs.replace(FAST, launcher=launcher)
-    assert json.loads(file.read_text())["measured"] == report.text(found, SUBJECT).splitlines()
+    assert json.loads(file.read_text())["measured"] == said.splitlines()
 
 
 def test_without_a_gain_the_file_changes_nothing(tmp_path):
     file = tmp_path / "tuned.json"
     found = searched(Machine(0))
     assert found.best() is None
-    report.save(file, found, SUBJECT, "horovodrun")
+    save(file, found, "", "horovodrun")
     assert json_files.read(file, TunedFile).settings == Tuned()
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hvdkit import cli
-from hvdkit.jobs.watch import view
+from hvdkit.jobs.watch import cli as view
 from hvdkit.jobs.watch.history import Run
 from hvdkit.observe.trackers import span_text
 

@@ -1,24 +1,36 @@
-"""``hvdkit tune``: find the settings that make a job fast here, by running it."""
+"""``hvdkit tune``: find the settings that make a job fast here, by running it, and say what was found."""
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from msgspec import structs
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_1, PATH, output_file, seconds_above_0, with_options
+from hvdkit.common.units import share_text
 from hvdkit.errors import require_scipy
 from hvdkit.jobs import trials
 from hvdkit.jobs.launch import options, plan
-from hvdkit.jobs.launch.tuned import MIB
-from hvdkit.jobs.trials import Here, Launch, ToldToEnd, ended_by_signals
-from hvdkit.jobs.tune import report, search
-from hvdkit.jobs.tune.search import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Search, label
+from hvdkit.jobs.launch.tuned import MIB, Tuned, TunedFile
+from hvdkit.jobs.trials import DEFAULT, Here, Launch, ToldToEnd, ended_by_signals
+from hvdkit.jobs.tune.search import (
+    CONFIDENCE,
+    CYCLE_TIMES_MS,
+    FUSION_THRESHOLDS_BYTES,
+    Search,
+    Speedup,
+    candidates,
+    label,
+    thread_choices,
+)
 from hvdkit.steps.device import threads_asked
 
 _CONTROLLERS = ("mpirun", "horovodrun")
@@ -139,13 +151,12 @@ def tune(
         "fusion_threshold_bytes": [round(size * MIB) for size in fusion_thresholds_mb],
     }
     rng = np.random.default_rng(0)
-    candidates = search.candidates(axes, limit, rng)
-    if not candidates:
+    settings = candidates(axes, limit, rng)
+    if not settings:
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
-    launch = Launch(n, command, here.options)
-    found = Search(candidates, launch, repeats, confirmations, budget, rng, say=_say)
-    subject = report.TunedJob(n, command, _default(here), here.notes())
-    for sentence in (f"trying {len(candidates)} settings: {'; '.join(map(label, candidates))}", *subject.notes):
+    found = Search(settings, Launch(n, command, here.options), repeats, confirmations, budget, rng, say=_say)
+    subject = f"{n} ranks of: {' '.join(command)}\ndefault: {_default(here)}"
+    for sentence in (f"trying {len(settings)} settings: {'; '.join(map(label, settings))}", *here.notes()):
         _say(sentence)
     status = 0
     with ended_by_signals():
@@ -155,9 +166,10 @@ def tune(
             status = 128 + ended.number
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-    click.echo(report.text(found, subject, interrupted=status != 0))
+    said = text(found, subject, here.notes(), interrupted=status != 0)
+    click.echo(said)
     if output is not None and status == 0:
-        report.save(output, found, subject, where["launcher"] if where["launcher"] in _CONTROLLERS else None)
+        save(output, found, said, where["launcher"] if where["launcher"] in _CONTROLLERS else None)
         what = "the defaults, by which nothing changes" if found.best() is None else "what was adopted"
         _say(f"{output} holds {what}: hvdkit launch -n {n} --tuned {output} -- COMMAND")
     return status
@@ -183,7 +195,7 @@ def _threads(here: Here) -> tuple[int, ...]:
     """Thread counts to try; none where the cores of a rank are not known."""
     together = plan.ranks_on_a_host(here.plan.launcher_name, here.request)
     share = None if together is None else max(1, here.facts.cores // together)
-    return search.thread_choices(here.request.depth or share, threads_asked(here.plan.environment))
+    return thread_choices(here.request.depth or share, threads_asked(here.plan.environment))
 
 
 def _default(here: Here) -> str:
@@ -193,3 +205,97 @@ def _default(here: Here) -> str:
     words = [here.plan.launcher_name, f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS unset"]
     set_before = [name for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD") if environment.get(name)]
     return ", ".join([*words, *(f"{name}={environment[name]}" for name in set_before)])
+
+
+# The outcome
+
+
+def verdict(search: Search, *, interrupted: bool = False) -> str:
+    """What follows, in a few sentences."""
+    leader = search.leader()
+    if leader is None:
+        so_far = "Nothing can be compared yet."
+    elif leader[1] <= 1:
+        so_far = f"Best so far are the defaults; next, unconfirmed: {label(leader[0])}, {leader[1]:.3f} times as fast."
+    else:
+        so_far = f"Best so far, unconfirmed: {label(leader[0])}, {leader[1]:.3f} times as fast as the default."
+    if interrupted:
+        return f"Interrupted: nothing is adopted and no file is written. {so_far}"
+    confirmed, best = search.confirmed(), search.best()
+    if best is not None:
+        found = confirmed[best]
+        return f"Adopted: {label(best)}, {found.ratio:.3f} times as fast as the default ({_interval(found)})."
+    unsettled = [found for found in confirmed.values() if found.high > 1]
+    if search.candidates and len(search.failures) == len(search.candidates):
+        said = "Every setting but the default failed: the defaults stay."
+    elif not search.finalists and not search.budget_ended:
+        said = "Every setting was slower than the default beyond noise: the defaults stay."
+    elif not confirmed and search.budget_ended:
+        said = f"Could not tell: the budget was up before any setting could be confirmed. The defaults stay. {so_far}"
+    elif unsettled and (search.budget_ended or not all(math.isfinite(found.high) for found in unsettled)):
+        pairs = min(found.pairs for found in unsettled)
+        said = (
+            f"Could not tell: {'one pair' if pairs == 1 else f'{pairs} pairs'} of fresh runs of {search.confirmations} "
+            f"leave open whether a setting is better. The defaults stay. {so_far}"
+        )
+    else:
+        said = "No setting is better than the default beyond noise: the defaults stay."
+    return f"{said} What costs a step time, hvdkit launch --explain-job says."
+
+
+def text(search: Search, subject: str, notes: Sequence[str] = (), *, interrupted: bool = False) -> str:
+    """The outcome for a reader.
+
+    Args:
+        subject: what was run, and with which default settings.
+        notes: what a reader of the numbers should know, full sentences.
+    """
+    measured = f"measured: {search.measure}" if search.measure else "nothing was measured"
+    lines = [
+        f"Verdict: {verdict(search, interrupted=interrupted)}",
+        "",
+        f"{subject}; {measured}",
+        *notes,
+        "",
+    ]
+    width = max(len(label(setting)) for setting in (DEFAULT, *search.candidates))
+    lines.append(f"{'setting':{width}}  runs  median s  speed-up in the runs that select")
+    by_speedup = sorted(search.candidates, key=lambda setting: -(search.screening.ratio(setting) or 0.0))
+    for setting in (DEFAULT, *by_speedup):
+        seconds = [*search.screening.seconds(setting), *search.confirming.seconds(setting)]
+        median = f"{statistics.median(seconds):.3f}" if seconds else "-"
+        ratio = None if setting == DEFAULT else search.screening.ratio(setting)
+        words = ["1"] if setting == DEFAULT else [] if ratio is None else [f"{ratio:.3f}"]
+        words += ["finalist"] if setting in search.finalists else []
+        words += ["failed"] if setting in search.failures else []
+        lines.append(f"{label(setting):{width}}  {len(seconds):4}  {median:>8}  {', '.join(words)}".rstrip())
+    if confirmed := search.confirmed():
+        how = f"default / setting, paired by round, {share_text(CONFIDENCE)} Student t of the log ratios"
+        how += f" for the {len(search.finalists)} together, Bonferroni" if len(search.finalists) > 1 else ""
+        lines += ["", f"Fresh runs of the finalists ({how}):"]
+        lines += [
+            f"{label(setting):{width}}  {found.ratio:.3f}  {_interval(found)}, {found.pairs} pairs"
+            for setting, found in confirmed.items()
+        ]
+    for setting, reason in search.failures.items():
+        lines += ["", f"Dropped: {label(setting)}, whose job {reason}"]
+    return "\n".join(lines)
+
+
+def save(path: Path, search: Search, said: str, launcher: str | None = None) -> None:
+    """Write what was adopted, or the defaults, for ``hvdkit launch --tuned``.
+
+    Args:
+        said: the outcome as ``text``, which is kept beside it.
+        launcher: "mpirun" or "horovodrun" when every job was told to use it, else None.
+    Raises:
+        HvdkitError: it cannot be written.
+    """
+    best = search.best()
+    if best is not None and launcher is not None:
+        best = structs.replace(best, launcher=launcher)
+    json_files.write(path, TunedFile(best or Tuned(), said.splitlines()))
+
+
+def _interval(found: Speedup) -> str:
+    return f"interval {found.low:.3f} to {found.high:.3f}"

@@ -122,24 +122,16 @@ def speedup(pairs: Sequence[tuple[float, float]], confidence: float) -> Speedup:
     return Speedup(math.exp(mean), math.exp(mean - half), high, count)
 
 
-class Rounds:
+class Rounds(list[dict[Tuned, float]]):
     """Seconds by round and setting; a round may be incomplete."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[Tuned, float]] = []
-
-    def begin(self) -> dict[Tuned, float]:
-        """A new round, to be filled."""
-        self._rows.append({})
-        return self._rows[-1]
 
     def pairs(self, setting: Tuned) -> list[tuple[float, float]]:
         """Seconds of the default and of a setting, in every round that has both."""
-        return [(row[DEFAULT], row[setting]) for row in self._rows if DEFAULT in row and setting in row]
+        return [(row[DEFAULT], row[setting]) for row in self if DEFAULT in row and setting in row]
 
     def seconds(self, setting: Tuned) -> list[float]:
         """All that was measured with a setting."""
-        return [row[setting] for row in self._rows if setting in row]
+        return [row[setting] for row in self if setting in row]
 
     def ratio(self, setting: Tuned) -> float | None:
         """The speed-up without an interval; None where nothing is there to compare."""
@@ -235,13 +227,13 @@ class Search:
             if len(members) == 1:
                 return
             self.say(f"{stage}, round {number + 1} of {count}")
-            row = rounds.begin()
+            rounds.append({})
             for index in self.rng.permutation(len(members)):
                 if self.clock() + self._usual_s > deadline:
                     self.budget_ended = True
                     self.say(f"the time for this is up: {stage}")
                     return
-                self._measure(members[index], row)
+                self._measure(members[index], rounds[-1])
 
     def _measure(self, setting: Tuned, row: dict[Tuned, float]) -> None:
         job = self._job(setting, max(_LEAST_PATIENCE_S, _PATIENCE * self._usual_s))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hvdkit.jobs.launch.mpirun import SESSIONS
+from hvdkit.jobs.launch.lines import SESSIONS
 
 # A slow machine fails no property, nor does the example of an odd day: HVDKIT_FUZZ draws new ones.
 settings.register_profile(

@@ -142,7 +142,7 @@ def rank_environment() -> dict[str, str]:
 
 def launcher_argv(n: int, controller: str) -> list[str]:
     """How this directory starts n ranks: by plain mpirun, or by horovodrun, not by the launcher that it also tests."""
-    from hvdkit.jobs.launch.start import guarded  # not in the ranks, which import this file
+    from hvdkit.jobs.launch.horovodrun import guarded  # not in the ranks, which import this file
 
     if controller == "gloo":  # horovodrun as that launcher starts it: by itself it takes 14 s to begin
         return guarded([str(BIN / "horovodrun"), "--gloo", "--network-interface", "lo", "-np", str(n)])

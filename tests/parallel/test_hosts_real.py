@@ -19,7 +19,7 @@ import pytest
 from ranks import warm
 
 from hvdkit.jobs.job import kubernetes
-from hvdkit.jobs.job.model import BatchJob
+from hvdkit.jobs.job.site import BatchJob
 from hvdkit.steps import secret
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None] + namespaces.missing()

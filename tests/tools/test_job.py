@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.job import script, site
-from hvdkit.jobs.job.model import BatchJob, Queue, Site
 from hvdkit.jobs.job.script import SYSTEMS
+from hvdkit.jobs.job.site import BatchJob, Queue, Site
 from hvdkit.jobs.launch.cli import launch
 from hvdkit.measure.bench.cli import scaling
 

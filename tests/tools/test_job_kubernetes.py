@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.jobs.job import kubernetes
-from hvdkit.jobs.job.model import BatchJob
+from hvdkit.jobs.job.site import BatchJob
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "data/kubernetes/mpijob_v2beta1.json").read_text())["openAPIV3Schema"]
 KINDS = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.launch.command import resolve
+from hvdkit.jobs.launch.facts import resolve
 
 PYTHON = Path("/own/bin/python3.11")
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.launch import horovodrun
+from hvdkit.jobs.launch import horovodrun, lines
 from hvdkit.jobs.launch.cli import launch
 from hvdkit.jobs.launch.model import Host
 from hvdkit.jobs.launch.options import Request
@@ -33,7 +33,7 @@ def asked(n, script, **more):
 
 
 def words(request):
-    return [word for setting in horovodrun.line(request, Path("horovodrun")).settings for word in setting.words]
+    return [word for setting in lines.horovodrun(request, Path("horovodrun")).settings for word in setting.words]
 
 
 def test_the_command_line_on_one_machine_and_on_several(script):

@@ -14,9 +14,8 @@ import pytest
 
 from hvdkit.jobs.launch import supervise, wire
 from hvdkit.jobs.launch.model import LaunchPlan
-from hvdkit.jobs.launch.outcome import cause, first_failure
-from hvdkit.jobs.launch.peer import Peer, Signals
-from hvdkit.jobs.launch.shown import JobOutput
+from hvdkit.jobs.launch.output import JobOutput
+from hvdkit.jobs.launch.peer import Peer, Signals, cause, first_failure
 from hvdkit.steps import secret
 
 PLAN = LaunchPlan(3, "mpirun", (), (), {}, {}, "RANK", grace_s=60.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import LaunchError
-from hvdkit.jobs.launch import facts, mpirun
+from hvdkit.jobs.launch import facts
 from hvdkit.jobs.launch.model import Horovod
 from hvdkit.jobs.launch.options import Request
 
@@ -25,7 +25,7 @@ from hvdkit.jobs.launch.options import Request
 )
 def test_mpirun_is_told_by_what_it_says(tmp_path, text, implementation, version):
     (tmp_path / "text").write_text(text)
-    found = mpirun.identify(program(tmp_path / "mpirun", f"cat {tmp_path}/text"), os.environ)
+    found = facts.identify(program(tmp_path / "mpirun", f"cat {tmp_path}/text"), os.environ)
     assert (found.implementation, found.version) == (implementation, version)
 
 
@@ -38,11 +38,11 @@ def program(path, text):
 
 def test_an_unknown_mpirun_is_one_sentence_with_what_it_said(tmp_path):
     with pytest.raises(LaunchError, match=r"'cluster starter 3'.*--launcher horovodrun"):
-        mpirun.identify(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
+        facts.identify(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
 
 
 def test_an_mpirun_may_say_it_on_standard_error(tmp_path):
-    found = mpirun.identify(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.3' >&2"), os.environ)
+    found = facts.identify(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.3' >&2"), os.environ)
     assert (found.implementation, found.version) == ("Open MPI", (5, 0, 3))
 
 
@@ -51,7 +51,7 @@ def test_an_mpirun_that_does_not_run_is_an_error_of_ours(tmp_path):
     broken.write_text("#!/nowhere/sh\n")
     broken.chmod(0o755)
     with pytest.raises(LaunchError, match="mpirun cannot be run"):
-        mpirun.identify(broken, os.environ)
+        facts.identify(broken, os.environ)
 
 
 @pytest.fixture

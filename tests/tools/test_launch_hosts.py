@@ -12,13 +12,12 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.launch import batch, facts, options, placement, plan
-from hvdkit.jobs.launch.command import Command
-from hvdkit.jobs.launch.model import Horovod, Host, LaunchFacts, Mpi
+from hvdkit.jobs.launch import facts, hosts, lines, options, plan
+from hvdkit.jobs.launch.model import Command, Horovod, Host, LaunchFacts, Mpi
 from hvdkit.jobs.launch.options import OPTIONS, Request
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.LINES}
+PROGRAMS = {name: Path(f"/site/bin/{name}") for name in lines.BATCH}
 FACTS = LaunchFacts(
     cores=64,
     root=False,
@@ -247,15 +246,15 @@ def test_a_launcher_that_is_not_installed_can_be_shown(launcher):
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
+    ("text", "expected"),
     [
         ("h1:4,h2:2", [("h1", 4), ("h2", 2)]),
         ("h1, node-2.site.org", [("h1", None), ("node-2.site.org", None)]),
         ("h1,h1,h2", [("h1", 2), ("h2", None)]),
     ],
 )
-def test_hosts_of_the_option(text, hosts):
-    assert placement.parse(text) == hosts
+def test_hosts_of_the_option(text, expected):
+    assert hosts.parse(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -263,24 +262,24 @@ def test_hosts_of_the_option(text, hosts):
 )
 def test_bad_hosts_are_one_sentence(text):
     with pytest.raises(InvalidArgumentError, match="--hosts"):
-        placement.parse(text)
+        hosts.parse(text)
 
 
 def test_host_files_of_every_kind(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# ours\nh1 slots=4  # the old one\n\nh2:2\nh3\nh3\nh3\n")
-    assert placement.read(file) == [("h1", 4), ("h2", 2), ("h3", 3)]
+    assert hosts.read(file) == [("h1", 4), ("h2", 2), ("h3", 3)]
     file.write_text("h1:4\n\n# x\nh2 slots=many\n")
     with pytest.raises(InvalidArgumentError, match="line 4: 'h2 slots=many' is no HOST"):
-        placement.read(file)
+        hosts.read(file)
     file.write_text("\n")
     with pytest.raises(InvalidArgumentError, match="names no host"):
-        placement.read(file)
+        hosts.read(file)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidArgumentError, match="it is not text"):
-        placement.read(file)
+        hosts.read(file)
     with pytest.raises(InvalidArgumentError, match="No such file"):
-        placement.read(tmp_path / "nosuch")
+        hosts.read(tmp_path / "nosuch")
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -289,7 +288,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
     def place(n, ppn=None, given=None, environ=SLURM, **options):
         asked = Request(n, ("x",), ppn=ppn)
-        placed = placement.placed(asked, given, environ, hostname="n1", **options)
+        placed = hosts.placed(asked, given, environ, hostname="n1", **options)
         return [str(host) for host in placed.hosts], placed.hosts_chosen
 
     assert place(4) == (["n1:2", "n2:2"], False)
@@ -306,7 +305,7 @@ def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
 
 def test_ranks_on_each_host_are_enough_to_say():
     def ranks(ppn, given=None, environ=SLURM):
-        return placement.placed(Request(0, ("x",), ppn=ppn), given, environ, hostname="n1").n
+        return hosts.placed(Request(0, ("x",), ppn=ppn), given, environ, hostname="n1").n
 
     assert ranks(4) == 8
     assert ranks(4, [("n1", 4), ("n2", 2)]) == 6
@@ -314,9 +313,9 @@ def test_ranks_on_each_host_are_enough_to_say():
 
 
 def test_tf_config_names_the_workers_in_the_order_of_their_ranks():
-    hosts = (Host("n1", 2), Host("n2", 2))
+    there = (Host("n1", 2), Host("n2", 2))
     found = replace(FACTS, master_port=20000)
-    job = plan.build(Request(3, ("train.py",), hosts=hosts, tf_config=True), found, COMMAND, QUIET)
+    job = plan.build(Request(3, ("train.py",), hosts=there, tf_config=True), found, COMMAND, QUIET)
     assert job.added["HVDKIT_WORKERS"] == "n1:20001,n1:20002,n2:20001"
     here = plan.build(Request(2, ("train.py",), tf_config=True), found, COMMAND, QUIET)
     assert here.added["HVDKIT_WORKERS"] == "127.0.0.1:20001,127.0.0.1:20002"
@@ -333,7 +332,7 @@ def test_tf_config_names_the_workers_in_the_order_of_their_ranks():
 )
 def test_hosts_without_room_and_unknown_hosts(n, ppn, given, message):
     with pytest.raises(InvalidArgumentError, match=message) as caught:
-        placement.placed(Request(n, ("x",), ppn=ppn), given, SLURM, hostname="n1")
+        hosts.placed(Request(n, ("x",), ppn=ppn), given, SLURM, hostname="n1")
     assert "\n" not in str(caught.value)
 
 
@@ -351,9 +350,9 @@ def test_hosts_without_room_and_unknown_hosts(n, ppn, given, message):
 )
 def test_the_batch_job_chooses_its_launcher_where_it_is_installed(tmp_path, environ, launcher, why):
     there = program(tmp_path / "pals" / launcher, "")
-    assert batch.choice(str(there.parent), environ) == (launcher, why, there)
-    assert batch.choice(str(tmp_path), environ) is None
-    assert batch.choice(str(there.parent), {}) is None
+    assert facts.called_for(str(there.parent), environ) == (launcher, why, there)
+    assert facts.called_for(str(tmp_path), environ) is None
+    assert facts.called_for(str(there.parent), {}) is None
     job = build(found=replace(FACTS, batch=(launcher, why)))
     assert (job.launcher_name, job.elsewhere) == (launcher, True)
     assert plan.explanation(job).startswith(f"launcher {launcher}: {why}\n")
@@ -371,13 +370,13 @@ def test_mpiexec_counts_only_when_it_is_that_of_pals(tmp_path):
     environ = {"PATH": "/usr/bin:/bin"}
     for place, text in (("pals/1.2/bin", "exit 1"), ("a", "echo 'mpiexec (PALS) 1.2'")):
         file = program(tmp_path / place / "mpiexec", text)
-        assert batch.find("mpiexec", str(file.parent), environ) == file
+        assert facts.find_batch_launcher("mpiexec", str(file.parent), environ) == file
     other = program(tmp_path / "b/mpiexec", "echo 'mpiexec (Open MPI) 5.0'")
     broken = program(tmp_path / "c/mpiexec", "")
     broken.write_text("#!/nowhere\n")
     for file in (other, broken):
-        assert batch.find("mpiexec", str(file.parent), environ) is None
-    assert batch.find("aprun", str(tmp_path / "b"), environ) is None
+        assert facts.find_batch_launcher("mpiexec", str(file.parent), environ) is None
+    assert facts.find_batch_launcher("aprun", str(tmp_path / "b"), environ) is None
 
 
 def test_gathering_asks_for_the_batch_jobs_launcher_alone(tmp_path, monkeypatch):

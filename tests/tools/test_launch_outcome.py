@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from hvdkit.jobs.launch.outcome import RankEnd, first_failure, left_early
+from hvdkit.jobs.launch.peer import RankEnd, first_failure, left_early
 
 WELL = RankEnd(0, 0)
 LOST_A_PEER = RankEnd(0, 1, knock_on=True)

@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from hvdkit.jobs.launch import tracebacks
-from hvdkit.jobs.launch.shown import STDERR, JobOutput
-from hvdkit.jobs.launch.tracebacks import LineBuffer
+from hvdkit.jobs.launch import output as out_
+from hvdkit.jobs.launch.output import STDERR, JobOutput, LineBuffer
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def test_without_tags_lines_stay_whole(written):
 
 
 def test_an_endless_line_is_written_in_pieces(monkeypatch):
-    monkeypatch.setattr(tracebacks, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(out_, "MAX_LINE_BYTES", 10)
     buffer = LineBuffer()
     assert buffer.feed(b"1234567") == []
     assert buffer.feed(b"89012") == [b"123456789012\n"]

@@ -9,8 +9,7 @@ import pytest
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch import plan
-from hvdkit.jobs.launch.command import Command
-from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.launch.model import Command, Horovod, LaunchFacts, Mpi
 from hvdkit.jobs.launch.options import Request
 
 OPEN_MPI_5 = Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11))

@@ -13,7 +13,6 @@ import pytest
 
 from hvdkit.jobs.launch import on_host, peer, processes, rank, wire
 from hvdkit.jobs.launch.model import BESIDE_RANK
-from hvdkit.jobs.launch.outcome import RankEnd
 from hvdkit.steps import secret
 
 EVENTS = "low 0\nhigh 12\nmax 7\noom {n}\noom_kill {n}\noom_group_kill 0\n"
@@ -42,7 +41,7 @@ def test_kills_of_the_kernel_are_counted_in_the_ranks_cgroup(tmp_path, path, lim
     assert kills.found() == (False, 0)
     (where / "memory.events").write_text(EVENTS.format(n=2))
     killed, bytes_allowed = kills.found()
-    assert RankEnd(0, -9, out_of_memory=killed, limit=bytes_allowed).memory == cause
+    assert peer.RankEnd(0, -9, out_of_memory=killed, limit=bytes_allowed).memory == cause
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.jobs.launch import reach, supervise
+from hvdkit.jobs.launch import hosts as reach
+from hvdkit.jobs.launch import supervise
 from hvdkit.jobs.launch.model import Host, LaunchPlan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,9 +57,8 @@ def test_the_launcher_ends_where_this_process_is_killed_and_hands_the_grace_on(t
     """Ranks that do not reach this process have nobody else to end them."""
     began, told = tmp_path / "began", tmp_path / "told"
     launcher = ["sh", "-c", f"trap 'touch {told}; exit' TERM; touch {began}; while :; do sleep 0.1; done"]
-    starts = (
-        f"import os, time\nfrom hvdkit.jobs.launch import start\nstart.start({launcher}, os.environ)\ntime.sleep(60)"
-    )
+    starts = "import os, time\nfrom hvdkit.jobs.launch import supervise\n"
+    starts += f"supervise.start({launcher}, os.environ)\ntime.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", starts], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     wait_for(began)
     parent.kill()

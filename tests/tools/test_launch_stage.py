@@ -17,8 +17,7 @@ from test_launch_hosts import FACTS, QUIET, SHOWN_ALIVE, TWO_HOSTS, YIELD
 from hvdkit import cli
 from hvdkit.errors import DataError, InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch import plan, stage
-from hvdkit.jobs.launch.command import Command
-from hvdkit.jobs.launch.model import Staged
+from hvdkit.jobs.launch.model import Command, Staged
 from hvdkit.jobs.launch.options import Request
 
 STAGED = Staged(Path("/venv"), Path("/local/hvdkit-stage-7"), "0123")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdkit.jobs.launch.tracebacks import ErrorStream, exception_name, last_words
+from hvdkit.jobs.launch.output import ErrorStream, last_words
 
 CAUSE = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -55,11 +55,17 @@ def test_the_stack_of_a_crash_is_held_like_a_traceback():
     assert (shown, errors.last_report) == (b"", crash)
 
 
-def test_what_the_exception_is_called():
-    assert exception_name(CAUSE) == "BadBatch"
-    assert exception_name(KNOCK_ON) == "HorovodInternalError"
-    assert exception_name(b"Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n") == "KeyboardInterrupt"
-    assert exception_name(b"Traceback (most recent call last):\n  File x\n") == "an error"
+@pytest.mark.parametrize(
+    ("report", "name"),
+    [
+        (CAUSE, b"BadBatch"),
+        (b"Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n", b"KeyboardInterrupt"),
+        (b"Traceback (most recent call last):\n  File x\n", b"an error"),
+    ],
+)
+def test_what_the_exception_is_called(report, name):
+    same = {rank: stream(report)[0] for rank in (0, 1)}
+    assert last_words(same, 0, None, True)[0] == (1, b"failed like rank 0: " + name + b"\n")
 
 
 def test_an_own_error_after_a_lost_peer_that_was_survived_is_no_consequence():

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdkit.jobs.launch import plan
-from hvdkit.jobs.launch.command import Command
-from hvdkit.jobs.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.jobs.launch.model import Command, Horovod, LaunchFacts, Mpi
 from hvdkit.jobs.launch.options import Request
 
 MPIS = {

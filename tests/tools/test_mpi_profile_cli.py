@@ -19,8 +19,7 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InstallError, InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch import facts, plan, recordings
-from hvdkit.jobs.launch.command import Command
-from hvdkit.jobs.launch.model import Horovod, Host, LaunchFacts, Mpi
+from hvdkit.jobs.launch.model import Command, Horovod, Host, LaunchFacts, Mpi
 from hvdkit.jobs.launch.options import Request
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder

@@ -27,7 +27,7 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.jobs.job import site
-from hvdkit.jobs.launch import placement, tuned
+from hvdkit.jobs.launch import hosts, tuned
 from hvdkit.jobs.launch.tuned import Tuned, TunedFile
 from hvdkit.observe import step_files
 from hvdkit.read.explain.sources import JobLaunch
@@ -99,7 +99,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tuned.json": tuned.read,
     "autotune.csv": tuned.read,
     "site.toml": site.read,
-    "hosts": placement.read,
+    "hosts": hosts.read,
     "steps/rank-0.jsonl": lambda path: step_files.read(path.parent),
     "explain/rank-0.jsonl": command("explain", "FILE"),
     "launch.json": command("explain", "FILE"),

@@ -2,8 +2,7 @@
 
 ::
 
-    options ── (model.BatchJob, checked)    what the user asks for
-    sites/*.toml ── site                what a site wants said and what it gives: the queue that fits, or one sentence
+    options, sites/*.toml ── site       what the user asks for, what a site wants said and gives: the queue that fits
        └── script                       the script, its directives by one row per batch system
     options ── kubernetes               an MPIJob, which no site has a say in
 

@@ -13,8 +13,8 @@ from hvdkit.common.commands import PATH, with_options
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.job import kubernetes, script, site
 from hvdkit.jobs.job import submit as submitting
-from hvdkit.jobs.job.model import BatchJob
 from hvdkit.jobs.job.script import SYSTEMS
+from hvdkit.jobs.job.site import BatchJob
 from hvdkit.jobs.launch.options import options_of
 
 

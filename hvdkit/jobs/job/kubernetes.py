@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.job import script
-from hvdkit.jobs.job.model import BatchJob, seconds
+from hvdkit.jobs.job.site import BatchJob, seconds
 from hvdkit.jobs.launch.options import as_words, options_of
 
 NAME = "kubernetes"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.job.model import WALLTIME, BatchJob, Site, seconds
-from hvdkit.jobs.job.site import settle
-from hvdkit.jobs.launch.options import as_words, who_says
+from hvdkit.jobs.job.site import WALLTIME, BatchJob, Site, seconds, settle
+from hvdkit.jobs.launch.lines import CAN_GIVE_GPUS
+from hvdkit.jobs.launch.options import as_words
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]{0,127}")
@@ -285,7 +285,7 @@ def write(job: BatchJob, site: Site, bin_directory: str) -> str:
     options = {"n": job.nodes * ppn, "ppn": ppn, "depth": given.depth, "launcher": site.launcher}
     if site.cpu_bind and job.depth is None and given.gpus_per_node:
         options["cpu_bind"] = site.cpu_bind
-    if given.gpus_per_node and site.launcher in who_says("gpus_per_node"):
+    if given.gpus_per_node and site.launcher in CAN_GIVE_GPUS:
         options["gpus_per_node"] = given.gpus_per_node
     # Without exec the shell would keep a batch system's signals to itself.
     words = ["exec", "hvdkit", "launch", *as_words(options), *(["--stage"] if job.stage else []), "--", *job.command]

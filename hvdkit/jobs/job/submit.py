@@ -17,7 +17,7 @@ from typing import BinaryIO
 import click
 
 from hvdkit.errors import LaunchError
-from hvdkit.jobs.job.model import BatchJob
+from hvdkit.jobs.job.site import BatchJob
 
 POLL_S = 2.0
 """Seconds between two questions to the batch system."""

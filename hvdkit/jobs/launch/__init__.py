@@ -2,20 +2,19 @@
 
 ::
 
-    options, command, placement, facts            what is asked for, and what there is
-       └── plan ── (mpirun, horovodrun, batch,    command line and environment, with a reason for each setting
-             │      stage, recordings)
-             └── supervise ── (peer, outcome,     one process that watches the job, in hvdkit launch
-                     ⇅       stall, reach, shown)
+    options, hosts, facts                         what is asked for, and what there is
+       └── plan ── (lines, stage, recordings)     command line and environment, with a reason for each setting
+             └── supervise ── (horovodrun, peer,  one process that watches the job, in hvdkit launch
+                     ⇅         stall, output)
                    wire                           TCP, with a proof that each side knows the job's secret
                      ⇅
                    rank ── (on_host, processes)   one process beside each rank, on whatever host it is
 
-``plan`` is pure: facts in, command line and environment out, through ``mpirun``, ``horovodrun`` and, for the launchers
-of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before the user's command,
-whatever the launcher: mpirun, horovodrun (elastic or not), srun, mpiexec of PALS, aprun, jsrun. All that is known of a
-rank comes over that connection: its output, tracebacks and memory, how it ends, what waits in it. All that is done to
-it goes back over it: signals, the grace, its end. A rank whose connection ends has lost ``hvdkit launch``, and ends.
+``plan`` is pure: facts in, command line and environment out, through ``lines`` in the words of each launcher.
+``supervise`` starts that command line with ``rank`` put before the user's command, whatever the launcher: mpirun,
+horovodrun (elastic or not), srun, mpiexec of PALS, aprun, jsrun. All that is known of a rank comes over that
+connection: its output, tracebacks and memory, how it ends, what waits in it. All that is done to it goes back over it:
+signals, the grace, its end. A rank whose connection ends has lost ``hvdkit launch``, and ends.
 
 The launchers' own reports are not used because they lose information: Open MPI glues the unfinished last lines of two
 ranks together, Hydra mixes ranks within a line, horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever
@@ -24,12 +23,12 @@ stays theirs: starting processes on hosts, and, elastic, replacing those that fa
 
 Where a rank cannot reach ``hvdkit launch`` (a firewall, or a launcher that hands no environment on), it says so and
 runs all the same, seen to by the launcher alone. When a rank has lost another, all are asked over their connections: a
-host of which none answers is lost. ``reach`` says why none has come.
+host of which none answers is lost. ``hosts`` says why none has come.
 
-``options`` has each option once: its flags and help, what it needs and excludes, how launchers say it, and the
-variables that it sets.
+``options`` has each option once: its flags and help, what it needs and excludes, and the variables that it sets.
 
-``shown`` is all that is seen of the job: it tags lines, and ``tracebacks`` sorts what the ranks write as they fail, so
-that the cause is read last. ``stall`` reads Horovod's reports of collectives that wait, and ``observe.startup`` makes
-each Python of a rank ready to show where it stands, or to profile itself. ``start`` starts the launcher itself.
+``output`` is all that is seen of the job: it tags lines, and sorts what the ranks write as they fail, so that the cause
+is read last. ``stall`` reads Horovod's reports of collectives that wait, and ``observe.startup`` makes each Python of a
+rank ready to show where it stands, or to profile itself. ``horovodrun`` has Horovod's own launcher run with another
+rendezvous.
 """

@@ -12,17 +12,16 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common.programs import ask
+from hvdkit.common import programs
+from hvdkit.common.files import exists
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch import batch, horovodrun, options, placement, plan, stage, tuned
-from hvdkit.jobs.launch.command import resolve
-from hvdkit.jobs.launch.model import Horovod, LaunchFacts, LaunchPlan
-from hvdkit.jobs.launch.mpirun import find_mpirun, identify
+from hvdkit.jobs.launch import horovodrun, hosts, lines, options, plan, stage, tuned
+from hvdkit.jobs.launch.model import Command, Horovod, LaunchFacts, LaunchPlan, Mpi
 from hvdkit.jobs.launch.options import Request
 from hvdkit.jobs.launch.recordings import recorder
 from hvdkit.prepare.doctor.host import cpu_quota
@@ -30,6 +29,9 @@ from hvdkit.prepare.install.record import horovod_directory, mpi_bin, read_recor
 from hvdkit.steps import launchers, meeting
 
 CGROUPS = Path("/sys/fs/cgroup")
+_SUPPORTED = ("Open MPI", "Intel MPI", "MPICH")
+_SYSTEMS = {"Slurm": "srun", "PBS": "mpiexec", "LSF": "jsrun", "Cobalt": "aprun"}
+_PYTHON = re.compile(r"python[0-9.]*$")
 _FILES, _FILES_OF_A_RANK = 20, 8
 """Open MPI's mpirun starts 2 ranks with 32 open files, not with 28."""
 CPUS = Path("/sys/devices/system/cpu")
@@ -84,10 +86,10 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     path = job_path(environ, python)
     programs, chosen = {}, None
     here_alone = not request.hosts and (request.hosts_chosen or launchers.hosts_of_job(environ))
-    if request.launcher in batch.LINES:
-        if (program := batch.find(request.launcher, path, environ)) is not None:
+    if request.launcher in lines.BATCH:
+        if (program := find_batch_launcher(request.launcher, path, environ)) is not None:
             programs = {request.launcher: program}
-    elif request.launcher == "auto" and not here_alone and (called := batch.choice(path, environ)) is not None:
+    elif request.launcher == "auto" and not here_alone and (called := called_for(path, environ)) is not None:
         name, why, program = called
         programs, chosen = {name: program}, (name, why)
     open_choice = request.launcher == "auto" and chosen is None
@@ -150,9 +152,9 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
         stall_dir=request.stall_dir or Path(f"hvdkit-stall-{stamp}").absolute(),
         stage=stage.wanted(request.stage_dir) if settled["stage"] else None,
     )
-    given = None if settled["hosts"] is None else placement.parse(settled["hosts"])
+    given = None if settled["hosts"] is None else hosts.parse(settled["hosts"])
     if request.hostfile is not None:
-        given = placement.read(request.hostfile)
+        given = hosts.read(request.hostfile)
     if request.host_discovery_script or request.min_np or request.max_np:
         if not request.n:
             raise InvalidArgumentError("An elastic job needs -n, the number of ranks that it starts with.")
@@ -160,7 +162,7 @@ def settle(command: tuple[str, ...], environ: Mapping[str, str], **typed: Any) -
             raise InvalidArgumentError("--tf-config names every rank, and in an elastic job they change; leave it out.")
         own = {**environ, "PATH": job_path(environ, own_python())}
         return horovodrun.elastic(replace(request, hosts_chosen=given is not None), own)
-    return placement.placed(request, given, environ, anywhere=request.launcher in batch.LINES)
+    return hosts.placed(request, given, environ, anywhere=request.launcher in lines.BATCH)
 
 
 def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, LaunchPlan]:
@@ -174,6 +176,58 @@ def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, 
     command = resolve(request.command, request.variables.get("PATH", job_path(environ, python)), python)
     found = gather(request, environ)
     return found, plan.build(request, found, command, environ)
+
+
+def find_mpirun(search_path: str) -> Path | None:
+    """Absolute path of the first mpirun (or else mpiexec) on a search path such as PATH, None without one."""
+    found = shutil.which("mpirun", path=search_path) or shutil.which("mpiexec", path=search_path)
+    return None if found is None else Path(found).absolute()
+
+
+def identify(mpirun: Path, environment: Mapping[str, str]) -> Mpi:
+    """Whose mpirun it is, by what it prints for ``--version``.
+
+    Raises:
+        LaunchError: neither Open MPI's nor Hydra, or it cannot be run.
+    """
+    answer = programs.version(mpirun, environment)
+    implementation, version = programs.identify_mpi(answer.text)
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    if not answer.ok:
+        raise LaunchError(f"{mpirun} does not work here: {answer.problem}; mend that, or use --launcher horovodrun.")
+    if implementation not in _SUPPORTED or numbers is None:
+        raise LaunchError(
+            f"{mpirun} is neither Open MPI's nor MPICH's or Intel MPI's (Hydra): its --version says "
+            f"{answer.first_line!r}; put the directory of one of these first on PATH, or use --launcher horovodrun."
+        )
+    return Mpi(mpirun, implementation, tuple(map(int, numbers[0].split("."))))
+
+
+def called_for(search_path: str, environ: Mapping[str, str]) -> tuple[str, str, Path] | None:
+    """The launcher that the batch job around this process calls for, why, and its path; None where there is none.
+
+    Args:
+        search_path: directories, as in PATH.
+        environ: the environment of this process.
+    """
+    for system, name in _SYSTEMS.items():
+        variable = launchers.BATCH_JOBS[system]
+        if environ.get(variable) and (program := find_batch_launcher(name, search_path, environ)) is not None:
+            which = "PALS's mpiexec" if name == "mpiexec" else name
+            return name, f"this is {system} job {environ[variable]} ({variable}), and {which} is installed", program
+    return None
+
+
+def find_batch_launcher(name: str, search_path: str, environ: Mapping[str, str]) -> Path | None:
+    """A launcher of ``lines.BATCH`` on a search path; an mpiexec only where its directory or what it says is PALS's."""
+    found = shutil.which(name, path=search_path)
+    if found is None:
+        return None
+    program = Path(found).absolute()
+    of_pals = "pals" in program.resolve().parts or "/pals/" in found
+    if name == "mpiexec" and not of_pals and "PALS" not in programs.version(program, environ).text:
+        return None
+    return program
 
 
 def installed_horovod(python: Path) -> Horovod | None:
@@ -191,7 +245,7 @@ def installed_horovod(python: Path) -> Horovod | None:
         return None
     if (recorded := recorded_horovod()) is not None:
         return recorded
-    answer = ask([str(python), "-P", "-c", _PROBE])
+    answer = programs.ask([str(python), "-P", "-c", _PROBE])
     match = _ANSWER.search(answer.text)
     if match is None or match[3] is not None:
         reason = answer.problem if match is None else match[3]
@@ -258,3 +312,65 @@ def physical_cores(cpus: set[int], directory: Path) -> int:
         except OSError:  # a virtual machine that does not tell: a core of its own
             cores.add(str(cpu))
     return len(cores)
+
+
+# What each rank runs
+
+
+def resolve(words: Sequence[str], search_path: str, python: Path) -> Command:
+    """Find the program and, for Python, the script.
+
+    Args:
+        words: as typed; a first word that ends in ``.py`` is a script for ``python``.
+        search_path: directories to look for the program in, as in PATH.
+        python: the interpreter to use where none is named, or where ``python`` is not on the path.
+    Raises:
+        InvalidArgumentError: no command, or the program or the script does not exist.
+    """
+    if not words:
+        raise InvalidArgumentError("No command to run was given; write it last: hvdkit launch -n 2 python train.py")
+    is_script = words[0].endswith(".py")
+    if is_script:
+        words = (str(python), *words)
+    is_python = is_script or _PYTHON.match(Path(words[0]).name) is not None
+    program = str(python) if is_script else shutil.which(words[0], path=search_path)
+    if program is None and is_python and "/" not in words[0]:
+        program = str(python)
+    if program is None:
+        raise InvalidArgumentError(_why_not_runnable(words[0]))
+    script = _script_index(words) if is_python else None
+    if script is not None and not exists(Path(words[script])):
+        where = "" if Path(words[script]).is_absolute() else f" in {Path.cwd()}"
+        raise InvalidArgumentError(
+            f"Script {words[script]!r} does not exist{where}; give the path of an existing file."
+        )
+    return Command((str(Path(program).absolute()), *words[1:]), script)
+
+
+def _why_not_runnable(word: str) -> str:
+    if "/" not in word:
+        return f"Command {word!r} was not found on PATH; give an installed program or the path of one."
+    what = "is not an executable file" if exists(Path(word)) else "does not exist"
+    return f"Command {word!r} {what}; give the path of a program, or of a script that ends in .py."
+
+
+def _script_index(words: Sequence[str]) -> int | None:
+    """Index of the script in a Python command line; None for ``-c``, ``-m`` and standard input."""
+    index = 1
+    while index < len(words):
+        word = words[index]
+        if word == "--check-hash-based-pycs":
+            index += 1
+        elif not word.startswith("-"):
+            return index
+        elif word == "-":
+            return None
+        elif not word.startswith("--"):
+            for position, letter in enumerate(word[1:], start=1):
+                if letter in "cm":
+                    return None
+                if letter in ("W", "X"):  # which have a value
+                    index += position == len(word) - 1
+                    break
+        index += 1
+    return None

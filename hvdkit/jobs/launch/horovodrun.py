@@ -1,70 +1,42 @@
-"""horovodrun over Gloo, on one machine and on several, and for elastic jobs, whose hosts a script names.
+"""horovodrun: for elastic jobs, whose hosts a script names, and run in a process of its own.
 
-Its MPI mode is never used: it fails with Open MPI 5.
+It is started as ``python -P -m hvdkit.jobs.launch.horovodrun horovodrun ARGUMENT...``, with its rendezvous closed to
+strangers. Its own server listens on all interfaces, and whoever reaches it can read and change where the ranks find one
+another; that of an elastic job unpickles what it is sent. See ``hvdkit.steps.bootstrap``. It also starts sooner: what
+Horovod was built with stands in its record.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
+import secrets
+import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from hvdkit.common.units import bytes_text
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.launch import placement
-from hvdkit.jobs.launch.model import Host, LauncherLine, Setting
+from hvdkit.errors import InvalidArgumentError, LaunchError
+from hvdkit.jobs.launch import on_host
+from hvdkit.jobs.launch.hosts import is_here
+from hvdkit.jobs.launch.model import Host
 from hvdkit.jobs.launch.options import Request
-from hvdkit.steps import launchers
+from hvdkit.steps import bootstrap, launchers
 
-_NEEDS_SSH = (
-    "horovodrun reaches other hosts by ssh: 'ssh HOST true' must work from here without a password, and this directory "
-    "and Python must lie at the same path there."
-)
-COOLDOWN_S = (2, 10)
-"""Seconds, at least and at most, that a host is left out after one of its workers failed."""
 SCRIPT_S = 15.0
 """Seconds that a host discovery script may take; horovodrun asks it again every second."""
 _ANSWER_BYTES = 1 << 20
 _LOOK_S = 0.02
 _HOST = re.compile(r"([A-Za-z0-9_.\-]+):([1-9][0-9]*)")
-
-
-def line(request: Request, horovodrun: Path) -> LauncherLine:
-    """The command line of horovodrun up to the user's command."""
-    settings = [
-        Setting("Horovod's own transport, no MPI", ("--gloo",)),
-        Setting("one process per rank", ("-np", str(request.n))),
-    ]
-    if request.elastic:
-        settings += [
-            Setting("ranks below which the job waits", ("--min-np", str(request.min_np))),
-            Setting("ranks that it never exceeds", ("--max-np", str(request.max_np))),
-            Setting(
-                "asked again and again for the hosts", ("--host-discovery-script", str(request.host_discovery_script))
-            ),
-            Setting(
-                "a host with a failed worker is left out for a while, not forever",
-                ("--blacklist-cooldown-range", *map(str, COOLDOWN_S)),
-            ),
-        ]
-    elif request.hosts:
-        hosts = ",".join(map(str, request.hosts))
-        settings.append(Setting("hosts, and the ranks that each may take", ("-H", hosts)))
-    if not request.hosts:
-        local = "all ranks are on this machine, so none has to be looked for, nor another host waited for"
-        settings.append(Setting(local, ("--network-interface", "lo")))
-    settings.append(
-        Setting("horovodrun takes options of the command for its own, but nothing behind '--'", ("env", "--"))
-    )
-    return LauncherLine(horovodrun, tuple(settings), "HOROVOD_RANK", notes=(_NEEDS_SSH,) if request.hosts else ())
 
 
 def elastic(request: Request, environ: Mapping[str, str]) -> Request:
@@ -88,18 +60,18 @@ def elastic(request: Request, environ: Mapping[str, str]) -> Request:
     most = request.max_np or max(n, least)
     if not least <= n <= most:
         raise InvalidArgumentError(f"an elastic job needs --min-np <= -n <= --max-np, got {least}, {n} and {most}.")
-    hosts = discovered(script, {**launchers.without_place(environ), **request.variables})
-    here = all(placement.is_here(host.name) for host in hosts)
+    there = discovered(script, {**launchers.without_place(environ), **request.variables})
+    here = all(is_here(host.name) for host in there)
     notes = request.notes
-    if len({host.name for host in hosts}) == 1 and n > 1:
+    if len({host.name for host in there}) == 1 and n > 1:
         notes += (
             "a failed worker takes its host out for a while, and there is one host: the job stops and waits. Give each "
             "worker a line of its own (localhost:1 and 127.0.0.1:1 are two hosts to Horovod).",
         )
-    if sum(host.slots for host in hosts) < least:
+    if sum(host.slots for host in there) < least:
         notes += (f"the hosts have fewer slots than --min-np {least}: the job waits for more.",)
-    found: dict[str, Any] = {"hosts": () if here else hosts, "notes": notes}
-    return replace(request, launcher="horovodrun", min_np=least, max_np=most, elastic=True, **found)
+    where = () if here else there
+    return replace(request, launcher="horovodrun", min_np=least, max_np=most, elastic=True, hosts=where, notes=notes)
 
 
 def discovered(script: Path, environ: Mapping[str, str]) -> tuple[Host, ...]:
@@ -172,3 +144,100 @@ def _cannot_be_run(script: Path, reason: str) -> InvalidArgumentError:
         f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
         "with status 0."
     )
+
+
+# Run in a process of its own
+
+
+def guarded(argv: list[str]) -> list[str]:
+    """The command line to start instead: this Python's horovodrun in place of any; other launchers are left alone.
+
+    Raises:
+        LaunchError: this Python has no Horovod.
+    """
+    if Path(argv[0]).name != "horovodrun":
+        return argv
+    if importlib.util.find_spec("horovod") is None:
+        raise LaunchError(
+            f"{argv[0]} belongs to another Python, where it would write your environment, passwords too, into command "
+            f"lines; install hvdkit beside Horovod, or use --launcher mpirun."
+        )
+    return [sys.executable, "-P", "-m", "hvdkit.jobs.launch.horovodrun", *argv]
+
+
+def main(argv: list[str]) -> Any:
+    """Run horovodrun in this process, with another server."""
+    from horovod.runner import gloo_run, launch
+    from horovod.runner.common.util import env as exported
+    from horovod.runner.common.util.timeout import TimeoutException
+    from horovod.runner.driver import driver_service
+    from horovod.runner.elastic import discovery
+    from horovod.runner.http import http_server
+    from horovod.runner.util import network
+
+    from hvdkit.jobs.launch.facts import recorded_horovod
+
+    token, listen_on = secrets.token_hex(16), ""
+    variables: dict[str, Any] = {}
+
+    def find_port(new_server: Any) -> tuple[Any, int]:
+        server = new_server((listen_on, 0))
+        return server, server.server_address[1]
+
+    def command_of_ranks(command: Sequence[str], address: str, nics: Any, port: int, elastic: bool = False) -> str:
+        variables.update(gloo_run.create_run_env_vars(address, nics, port, elastic))
+        variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = bootstrap.address_with(token, address, port)
+        return shlex.join(command)
+
+    def command_of_rank(command: str, environment: Mapping[str, str]) -> Any:
+        os.environ.update({**environment, **{name: str(value) for name, value in variables.items()}})
+
+        def build(slot: Any) -> str:
+            place = gloo_run.create_slot_env_vars(slot)
+            return " ".join(["env", *(f"{name}={shlex.quote(value)}" for name, value in place.items()), command])
+
+        return build
+
+    def elsewhere(command: str, **to: Any) -> str:
+        receive = f"{shlex.join([sys.executable, '-I', '-S', on_host.__file__])} {command}"
+        left = [word for name in os.environ if not exported.is_exportable(name) for word in ("-u", name)]
+        return f"{shlex.join(['env', *left, '-0'])} | {plain_remote(shlex.quote(receive), **to)}"
+
+    def interfaces(settings: Any, names: Any, remote: Any = None, fn_cache: Any = None) -> Any:  # noqa: ARG001
+        others = network.filter_local_addresses(names) if remote is None else remote
+        if settings.nics or not others:
+            return settings.nics or driver_service.get_local_interfaces(settings)
+        return [bootstrap.interface_of(bootstrap.own_address(*others))]
+
+    def run(settings: Any, nics: Any, env: Any, address: str, command: Any) -> Any:
+        nonlocal listen_on
+        listen_on = address
+        return gloo_run.gloo_run(settings, nics, env, address, command)
+
+    def run_elastic(settings: Any, *rest: Any) -> Any:
+        nonlocal listen_on
+        listen_on = network.get_driver_ip(settings.nics) if settings.nics else ""
+        return gloo_run.gloo_run_elastic(settings, *rest)
+
+    plain_remote = gloo_run.get_remote_command
+    gloo_run.get_run_command, gloo_run._slot_info_to_command_fn = command_of_ranks, command_of_rank
+    gloo_run.get_remote_command, driver_service.get_common_interfaces = elsewhere, interfaces
+    launch.gloo_run, launch.gloo_run_elastic = run, run_elastic
+    if (built := recorded_horovod()) is not None:  # else horovodrun loads every framework to ask it
+        launch.gloo_built = lambda verbose: built.gloo  # noqa: ARG005
+    http_server.find_port = find_port
+    http_server.RendezvousHandler.parse_request = bootstrap.only_with(token)
+    for name, value in bootstrap.SERVER.items():
+        setattr(http_server.RendezvousHTTPServer, name, value)
+    discovery.HostDiscoveryScript._execute_discovery_script = lambda self: answer_of(
+        Path(self._discovery_script), os.environ
+    )
+    sys.argv = argv
+    try:
+        return launch.run_commandline()
+    except TimeoutException as error:
+        return f"horovodrun: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

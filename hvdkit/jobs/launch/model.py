@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdkit.common.files import content
+
+_IMPORTS_MPI4PY = re.compile(rb"^[ \t]*(?:from|import)[ \t]+mpi4py\b", re.MULTILINE)
 SECOND_PROGRAM = re.compile(":")
 """The word that parts two programs of one job, under every launcher but horovodrun."""
 BESIDE_RANK = (sys.executable, "-I", "-S", str(Path(__file__).with_name("rank.py")))
@@ -25,6 +28,29 @@ class Host:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command that exists.
+
+    Attributes:
+        words: program (an absolute path) and arguments.
+        script: index in ``words`` of the Python script that is run, None when it is no Python script.
+    """
+
+    words: tuple[str, ...]
+    script: int | None = None
+
+    @property
+    def imports_mpi4py(self) -> bool:
+        """Whether it is a Python script that itself imports mpi4py."""
+        if self.script is None:
+            return False
+        try:
+            return _IMPORTS_MPI4PY.search(content(Path(self.words[self.script]))) is not None
+        except OSError:  # Python itself will say so
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +121,7 @@ class LaunchFacts:
         mpi: the MPI launcher to use, None when there is none.
         horovodrun: absolute path, None when there is none.
         mpi4py: the package is installed beside ``python``.
-        programs: paths of the launchers of batch systems that are installed, by name: see ``batch.LINES``.
+        programs: paths of the launchers of batch systems that are installed, by name: see ``lines.BATCH``.
         batch: launcher that the batch job around this process calls for, and why; None outside, and without one.
         mpi_recorder: the library that records MPI calls, None where none is to be recorded.
         master_port: where rank 0 may listen for ``torch.distributed``, None where that has no place.

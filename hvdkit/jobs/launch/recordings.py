@@ -13,8 +13,7 @@ from hvdkit.common import json_files
 from hvdkit.common.units import ranks_text
 from hvdkit.core import listeners
 from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch.command import Command
-from hvdkit.jobs.launch.model import LaunchFacts, LaunchPlan, Setting
+from hvdkit.jobs.launch.model import Command, LaunchFacts, LaunchPlan, Setting
 from hvdkit.jobs.launch.on_host import with_startup
 from hvdkit.jobs.launch.options import TORCH_STEPS, Request
 from hvdkit.observe import step_marks, torch_profile

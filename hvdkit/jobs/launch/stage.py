@@ -25,8 +25,7 @@ from typing import IO, Any, cast
 
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch.command import Command
-from hvdkit.jobs.launch.model import Host, LaunchPlan, Setting, Staged
+from hvdkit.jobs.launch.model import Command, Host, LaunchPlan, Setting, Staged
 from hvdkit.jobs.launch.options import Request
 
 _MOVED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import name_ranks
-from hvdkit.jobs.launch.tracebacks import LineBuffer
+from hvdkit.jobs.launch.output import LineBuffer
 
 DUMP_S = 1.5
 """Seconds that the ranks have to hand in their stacks."""

@@ -14,27 +14,35 @@ import sched
 import selectors
 import signal
 import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import IO, cast
 
 from hvdkit.common.programs import signal_name
-from hvdkit.errors import name_ranks
-from hvdkit.jobs.launch import processes, reach, wire
+from hvdkit.errors import LaunchError, name_ranks
+from hvdkit.jobs.launch import horovodrun, hosts, processes, wire
 from hvdkit.jobs.launch.facts import why_no_rank_starts
+from hvdkit.jobs.launch.lines import SESSIONS
 from hvdkit.jobs.launch.model import LaunchPlan
-from hvdkit.jobs.launch.mpirun import SESSIONS
-from hvdkit.jobs.launch.outcome import JobEnd, RankEnd, cause, first_failure, killed_after_grace, left_early
-from hvdkit.jobs.launch.peer import RECEIVE_BYTES, Peer, Signals, listener, watched_signals
-from hvdkit.jobs.launch.shown import STDERR, STDOUT, JobOutput, Write
+from hvdkit.jobs.launch.output import HOLD_S, KNOCK_ON_HOLD_S, STDERR, STDOUT, JobOutput, Write
+from hvdkit.jobs.launch.peer import (
+    RECEIVE_BYTES,
+    Peer,
+    RankEnd,
+    Signals,
+    cause,
+    first_failure,
+    left_early,
+    listener,
+    watched_signals,
+)
 from hvdkit.jobs.launch.stall import DUMP_S, Stall, StallReports, write_stacks
-from hvdkit.jobs.launch.start import start
-from hvdkit.jobs.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
 from hvdkit.steps import secret
 from hvdkit.steps.stalls import STALLED_STATUS
 
@@ -62,6 +70,22 @@ AWAITED_S = 6.0
 """Seconds that a rank waits in ``init`` until those that live and have not come are named."""
 _REPORT_S = 0.3
 """Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended.
+
+    Attributes:
+        status: 0, or the exit status of the first rank that failed (128 + N after signal N); without such a rank that
+            of the launcher; 128 + N when signal N told this process to end the job.
+        interrupted: this process was told to end it, or nobody reads its output any more.
+        failure: the rank that failed first by itself, None without one.
+    """
+
+    status: int
+    interrupted: bool
+    failure: RankEnd | None = None
 
 
 def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False, write: Write | None = None) -> JobEnd:
@@ -101,6 +125,33 @@ def _sessions(plan: LaunchPlan) -> Iterator[dict[str, str]]:
                 own = tempfile.TemporaryDirectory(prefix="hvdkit-job-", dir=above, ignore_cleanup_errors=True)
                 variables[SESSIONS] = stack.enter_context(own)
         yield variables
+
+
+def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a launcher, which ends with this process: ranks that do not reach it have no other end.
+
+    The terminal's Ctrl-C does not reach the launcher: this process then ends the job in order.
+
+    Args:
+        argv: the launcher, its options and the command.
+        environment: all its variables.
+    Raises:
+        LaunchError: it cannot be started.
+    """
+    words = horovodrun.guarded(list(argv))
+    at_our_end = signal.SIGTERM if words == list(argv) else signal.SIGKILL  # horovodrun
+    try:
+        return subprocess.Popen(
+            words,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=processes.dying_with_parent(at_our_end),
+        )
+    except OSError as error:
+        raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
 
 
 class JobPhase(Enum):
@@ -271,7 +322,7 @@ class _Job:
     def _on_errors(self, peer: Peer, data: bytes) -> None:
         """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
         was_holding = peer.errors.holding
-        self._shown.errors(peer, peer.errors.feed(data))
+        self._shown.errors(peer.rank, peer.errors.feed(data))
         if peer.errors.holding and not was_holding:
             self._after(HOLD_S, self._release, peer)
         if self._plan.elsewhere and not self._suspected and peer.errors.knock_on:
@@ -293,7 +344,7 @@ class _Job:
         """Note how a rank ended, see ``wire.EXIT_PAYLOAD``, and end the job where that ends it."""
         if peer.rank is None:
             return
-        self._shown.errors(peer, peer.errors.close())
+        self._shown.errors(peer.rank, peer.errors.close())
         # Whose worker was killed may find that only in an allreduce, which the others have given up by then.
         knock_on = peer.errors.knock_on and not peer.killed_workers
         end = RankEnd(peer.rank, status, told, knock_on, pid, peer.host)
@@ -405,7 +456,7 @@ class _Job:
         if self._ranks or self._phase is not JobPhase.RUNNING:
             return
         if asked is None or not asked.done():
-            asked = asked or ThreadPoolExecutor(1).submit(reach.silent, self._hosts)
+            asked = asked or ThreadPoolExecutor(1).submit(hosts.silent, self._hosts)
             self._after(LOOK_S, self._look_for_silent, asked)
         elif silent := asked.result():
             self._shown.say(f"no rank has started yet: {silent}")
@@ -520,9 +571,12 @@ class _Job:
         """The exit status, and the sentence that explains it; before it, what could not be ended."""
         for host, pids in self._survivors.items():
             self._shown.say(f"could not be ended: {', '.join(pids)} on host {host}.")
+        errors = {peer.rank: peer.errors for peer in self._ranks if peer.rank is not None}
         if self._signal is not None:
-            self._shown.tracebacks(self._ranks, None)
-            late = killed_after_grace(self._ends, self._plan.grace_s)
+            self._shown.tracebacks(errors, None)
+            killed = sorted(end.rank for end in self._ends if end.told and end.status == -signal.SIGKILL)
+            more = f"--grace allows more than {self._plan.grace_s:g} s"
+            late = f", {name_ranks(killed)} by SIGKILL ({more})" if killed else ""
             if silent := sorted({peer.rank for peer in self._ranks if peer.rank is not None and peer.end is None}):
                 late += f"; {name_ranks(silent)} did not say how"
             self._shown.say(f"interrupted by {signal_name(self._signal)}; {self._what_was_ended()}{late}.")
@@ -534,7 +588,8 @@ class _Job:
         ends = [] if self._plan.elastic else self._ends
         failure = first_failure([*ends, *(self._lost if status == 0 else [])])
         early = left_early(ends)
-        self._shown.tracebacks(self._ranks, early or failure)
+        culprit = early or failure
+        self._shown.tracebacks(errors, None if culprit is None else culprit.rank)
         if self._stall is not None:
             return self._conclude_stall(self._stall)
         lost_daemon = any(words in self._said for words in LOST_DAEMON)
@@ -542,7 +597,7 @@ class _Job:
             self._shown.launcher_at_end()
             does, itself = ("does", "the host itself") if len(lost) == 1 else ("do", "these hosts")
             self._shown.say(
-                f"{reach.named(lost)} answered when the job began and no longer {does}: the network between, or "
+                f"{hosts.named(lost)} answered when the job began and no longer {does}: the network between, or "
                 f"{itself}, failed, and the ranks there are lost."
             )
             own = first_failure(ends)  # the launcher may have killed what was beside the others
@@ -571,7 +626,7 @@ class _Job:
                 )
             return 0
         self._shown.launcher_at_end()
-        if not self._ranks and (unreached := reach.unreached(self._hosts, self._said)):
+        if not self._ranks and (unreached := hosts.unreached(self._hosts, self._said)):
             self._shown.say(unreached)
             return as_shell
         when = ("" if self._ranks else " before any rank started") + why_no_rank_starts(self._plan.n)

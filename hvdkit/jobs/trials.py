@@ -63,21 +63,20 @@ class Here:
         )
 
 
-def look(n: int, command: tuple[str, ...], given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Here:
+def look(n: int, command: tuple[str, ...], given: Mapping[str, Any]) -> Here:
     """Plan the default job, so that a mistake is found before anything runs.
 
     Args:
         n: number of ranks, > 0.
         command: what each rank runs.
         given: options that are passed on to every ``hvdkit launch``, by the names of ``options.OPTIONS``.
-        environ: the environment; default: that of this process.
     Raises:
         InvalidArgumentError: no such command, launcher or host, or Horovod's autotuner is on.
         LaunchError: there is nothing to launch with.
     """
     if not command:
         raise InvalidArgumentError("No command to run was given; write it last: hvdkit tune -n 2 -- python train.py")
-    environ = dict(os.environ) if environ is None else dict(environ)
+    environ = dict(os.environ)
     autotune = {**environ, **given.get("variables", {})}.get("HOROVOD_AUTOTUNE", "")
     if autotune not in ("", "0"):
         raise InvalidArgumentError(

@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_up_is_on_a_host_that_is_there(watched):
     theirs, ours = socket.socketpair()
     with ours:
         it.ranks[0].connection = ours
-        it.ranks[0].ask()
+        it.ranks[0].silent = True
         theirs.close()
         assert it.ranks[0].receive() == b"" and it.job._lost_hosts() == []
 
@@ -230,10 +230,12 @@ def test_of_many_who_show_nothing_the_oldest_goes(watched):
 def test_too_many_open_files_keep_the_loop_waiting_and_let_the_next_one_in(watched):
     it = watched()
     it.job._listen()
-    server = it.job._listener
-    with socket.create_connection(server.getsockname()), socket.create_connection(server.getsockname()):
-        it.job._accept(server.accept()[0])
+    address = it.job._listener.getsockname()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(socket.create_connection(address))
+        it.job._on_connections()
         oldest = it.job._strangers[0]
+        stack.enter_context(socket.create_connection(address))
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, allowed[1]))
         try:

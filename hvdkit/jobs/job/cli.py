@@ -15,7 +15,6 @@ from hvdkit.jobs.job import kubernetes, script, site
 from hvdkit.jobs.job import submit as submitting
 from hvdkit.jobs.job.script import SYSTEMS
 from hvdkit.jobs.job.site import BatchJob
-from hvdkit.jobs.launch.options import options_of
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -30,7 +29,7 @@ from hvdkit.jobs.launch.options import options_of
     metavar="NAME|FILE",
     help=f"Your site: {', '.join(site.known())}, or a TOML file of your own  [default: the system's]",
 )
-@with_options(tuple(options_of(BatchJob).values()))
+@with_options(tuple(site.OPTIONS.values()))
 @click.option("--image", help="Kubernetes: the container image.")
 @click.option(
     "--volume", "volumes", multiple=True, metavar="CLAIM:DIR", help="Kubernetes: a volume for every pod; repeatable."

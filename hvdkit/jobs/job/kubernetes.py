@@ -16,8 +16,8 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.jobs.job import script
-from hvdkit.jobs.job.site import BatchJob, seconds
-from hvdkit.jobs.launch.options import as_words, options_of
+from hvdkit.jobs.job.site import OPTIONS, BatchJob, seconds
+from hvdkit.jobs.launch.options import as_words
 
 NAME = "kubernetes"
 SUBMIT = "kubectl create -f"
@@ -50,7 +50,7 @@ def write(
     """
     script.check(job)
     job = replace(job, ppn=job.ppn or job.gpus_per_node or 1)
-    for name, option in options_of(BatchJob).items():
+    for name, option in OPTIONS.items():
         if name not in _READ and getattr(job, name):
             raise InvalidArgumentError(f"{option.flags[0]} is for batch systems; leave it out with --system {NAME}.")
     longest = f"{job.name}-worker-{job.nodes - 1}"

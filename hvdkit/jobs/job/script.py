@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.job.site import WALLTIME, BatchJob, Site, seconds, settle
+from hvdkit.jobs.job.site import OPTIONS, WALLTIME, BatchJob, Site, seconds, settle
 from hvdkit.jobs.launch.lines import CAN_GIVE_GPUS
 from hvdkit.jobs.launch.options import as_words
 
@@ -238,7 +238,7 @@ def check(job: BatchJob) -> None:
     for attribute, (pattern, expected) in _FORMS.items():
         value = getattr(job, attribute)
         if value is not None and pattern.fullmatch(value) is None:
-            raise InvalidArgumentError(f"{_option(attribute)} must be {expected}, got {value!r}.")
+            raise InvalidArgumentError(f"{OPTIONS[attribute].flags[0]} must be {expected}, got {value!r}.")
     if not job.command:
         raise InvalidArgumentError("No command to run was given; write it last: hvdkit job ... -- python train.py")
     for word in job.command:
@@ -247,10 +247,6 @@ def check(job: BatchJob) -> None:
             raise InvalidArgumentError(
                 f"The command has a line break or another control character in {word!r}; put it into a script."
             )
-
-
-def _option(attribute: str) -> str:
-    return "--output" if attribute == "log" else f"--{attribute.replace('_', '-')}"
 
 
 def write(job: BatchJob, site: Site, bin_directory: str) -> str:
@@ -270,7 +266,7 @@ def write(job: BatchJob, site: Site, bin_directory: str) -> str:
     system = SYSTEMS[site.system]
     for attribute, instead in system.lacks.items():
         if getattr(job, attribute):
-            raise InvalidArgumentError(f"{_option(attribute)} cannot be asked of {site.system}: {instead}.")
+            raise InvalidArgumentError(f"{OPTIONS[attribute].flags[0]} cannot be asked of {site.system}: {instead}.")
     if job.signal and int(job.signal.partition("@")[2]) >= seconds(job.limit):
         raise InvalidArgumentError(f"--signal {job.signal}: that is no later than the start of --walltime {job.limit}.")
     for directive in job.directive:

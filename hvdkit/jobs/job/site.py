@@ -14,7 +14,7 @@ from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1
 from hvdkit.common.files import is_file, text
 from hvdkit.common.json_files import Part, Positive
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.jobs.launch.options import LAUNCHERS, typed
+from hvdkit.jobs.launch.options import LAUNCHERS, options_of, typed
 
 SITES = Path(__file__).parent / "sites"
 """The files that come with hvdkit."""
@@ -91,6 +91,10 @@ class BatchJob:
         if self.walltime is None:
             raise InvalidArgumentError("--walltime HH:MM:SS is needed: batch systems give a job a time limit.")
         return self.walltime
+
+
+OPTIONS = options_of(BatchJob)
+"""Its options by name, in the order of the help."""
 
 
 class Queue(Part, frozen=True):

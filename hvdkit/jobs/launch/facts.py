@@ -96,7 +96,11 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     horovod = installed_horovod(python) if open_choice else recorded_horovod()
     wants_mpi = request.launcher == "mpirun" or (open_choice and (horovod is None or horovod.mpi))
     own = None if horovod is None else horovod.mpi_bin  # where that is not known, the first mpirun on PATH is taken
-    mpirun = find_mpirun(path if own is None else str(own)) if wants_mpi else None
+    mpirun = None
+    if wants_mpi:
+        where = path if own is None else str(own)
+        found = shutil.which("mpirun", path=where) or shutil.which("mpiexec", path=where)
+        mpirun = None if found is None else Path(found).absolute()
     if mpirun is not None and str(mpirun.parent) not in path.split(os.pathsep):
         path = os.pathsep.join([path, str(mpirun.parent)])  # Intel's mpirun looks for its parts there
     horovodrun = shutil.which("horovodrun", path=path)
@@ -169,19 +173,13 @@ def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, 
     """What there is for a request, and the plan of its job.
 
     Raises:
-        InvalidArgumentError, LaunchError, InstallError: see ``gather``, ``command.resolve`` and ``plan.build``.
+        InvalidArgumentError, LaunchError, InstallError: see ``gather``, ``resolve`` and ``plan.build``.
     """
     python = own_python()
     environ = launchers.without_place(environ)  # an outer job's rank would win over that of the launcher
     command = resolve(request.command, request.variables.get("PATH", job_path(environ, python)), python)
     found = gather(request, environ)
     return found, plan.build(request, found, command, environ)
-
-
-def find_mpirun(search_path: str) -> Path | None:
-    """Absolute path of the first mpirun (or else mpiexec) on a search path such as PATH, None without one."""
-    found = shutil.which("mpirun", path=search_path) or shutil.which("mpiexec", path=search_path)
-    return None if found is None else Path(found).absolute()
 
 
 def identify(mpirun: Path, environment: Mapping[str, str]) -> Mpi:

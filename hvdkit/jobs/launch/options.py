@@ -178,12 +178,7 @@ class Request:
         "with MPI, else horovodrun (Gloo).",
     )
     ppn: int | None = typed(
-        "--ppn",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        type=AT_LEAST_1,
-        metavar="P",
-        help="Ranks on each host.",
+        "--ppn", "--nproc-per-node", "--nproc_per_node", type=AT_LEAST_1, metavar="P", help="Ranks on each host."
     )
     hosts: tuple[Host, ...] = typed(
         "--hosts",
@@ -204,15 +199,9 @@ class Request:
         help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
     )
     depth: int | None = typed(
-        type=AT_LEAST_1,
-        metavar="D",
-        help="Cores per rank; each rank is bound to its cores (not horovodrun).",
+        type=AT_LEAST_1, metavar="D", help="Cores per rank; each rank is bound to its cores (not horovodrun)."
     )
-    gpus_per_node: int | None = typed(
-        type=AT_LEAST_1,
-        metavar="G",
-        help="GPUs per host to request from srun or jsrun.",
-    )
+    gpus_per_node: int | None = typed(type=AT_LEAST_1, metavar="G", help="GPUs per host to request from srun or jsrun.")
     bind: str = typed(
         type=click.Choice(BINDINGS),
         default="none",
@@ -248,8 +237,7 @@ class Request:
         help="Keep the history of the run in DIR and report stragglers, without a change of the script.",
     )
     mpi_profile: Path | None = typed(
-        **_DIRECTORY,
-        help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
+        **_DIRECTORY, help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo)."
     )
     mpi_profile_wait: bool = flag(
         "Also measure how long ranks wait for each other, with a barrier before each collective.",

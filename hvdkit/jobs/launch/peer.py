@@ -153,11 +153,6 @@ class Peer:
         with contextlib.suppress(OSError):  # it has just ended by itself
             self.connection.send(order)
 
-    def ask(self) -> None:
-        """Ask whether it is there."""
-        self.silent = True
-        self.order(wire.ASK)
-
     def answered(self) -> None:
         """It is there, or its host has said that it is not."""
         if self.silent:

@@ -44,7 +44,6 @@ _BIND = {
     "srun": {"core": "cores", "socket": "sockets", "numa": "ldoms"},
 }
 """What ``--bind`` is in the words of ``--cpu-bind``; where nothing stands for core, ``--depth`` says it."""
-_INDENT = " " * 4
 
 
 def build(request: Request, facts: LaunchFacts, command: Command, environ: Mapping[str, str]) -> LaunchPlan:
@@ -335,6 +334,6 @@ def explanation(plan: LaunchPlan) -> str:
     shown = []
     for setting in plan.settings:
         heading = shlex.join([*setting.words, *(f"{name}={value}" for name, value in setting.variables.items())])
-        why = textwrap.fill(setting.why, 110, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        why = textwrap.indent(textwrap.fill(setting.why, 106), " " * 4)
         shown.append(f"{heading}\n{why}" if heading else setting.why)
     return "\n".join(shown)

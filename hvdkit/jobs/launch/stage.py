@@ -79,12 +79,10 @@ def wanted(directory: Path | None) -> Staged:
 
 
 def key(prefix: Path, *more: str) -> tuple[str, int]:
-    """The key of an environment, and its bytes: names, modes, sizes, times and links, without what Python compiles as
-    it imports.
+    """The key of an environment and of what else makes a difference, and the environment's bytes.
 
-    Args:
-        prefix: where it lies.
-        more: what else makes a difference.
+    Of names, modes, sizes, times and links, without what Python compiles as it imports.
+
     Raises:
         OSError: something cannot be read.
     """
@@ -361,8 +359,8 @@ def clean(store: Path) -> None:
 def making(place: Path, prefix: Path) -> Iterator[Path]:
     """A directory to unpack in, to which a link at the place leads when the block ends without an error.
 
-    The link may replace that to a copy which is not whole: processes that use it then find what they missed. Scripts,
-    ``.pth`` files and links within the copy name the new place.
+    The link may replace that to a copy which is not whole: processes that use it then find what they missed. Scripts
+    and ``.pth`` files name the new place. Links lead where they led to, and within the copy instead of the environment.
 
     Args:
         place: where the copy is to be found.
@@ -375,7 +373,14 @@ def making(place: Path, prefix: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as failed:
         failed.callback(shutil.rmtree, part)
         yield part
-        _relink(part, prefix)
+        for directory, names, files in os.walk(part):
+            here = prefix / Path(directory).relative_to(part)
+            for link in filter(Path.is_symlink, (Path(directory, name) for name in (*names, *files))):
+                target = Path(os.path.normpath(here / link.readlink()))
+                inside = target.is_relative_to(prefix)
+                if link.readlink().is_absolute() is inside:
+                    link.unlink()
+                    link.symlink_to(os.path.relpath(target, here) if inside else target)
         for file in (file for pattern in _NAME_THE_PREFIX for file in part.glob(pattern)):
             text = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
             if b"\0" not in text and old.search(text) is not None:
@@ -385,18 +390,6 @@ def making(place: Path, prefix: Path) -> Iterator[Path]:
     link = part.with_name(f"{part.name}.link")
     link.symlink_to(part.name)
     link.replace(place)
-
-
-def _relink(part: Path, prefix: Path) -> None:
-    """Have links lead where they led to, and within the copy instead of within the environment."""
-    for directory, names, files in os.walk(part):
-        here = prefix / Path(directory).relative_to(part)
-        for link in filter(Path.is_symlink, (Path(directory, name) for name in (*names, *files))):
-            target = Path(os.path.normpath(here / link.readlink()))
-            inside = target.is_relative_to(prefix)
-            if link.readlink().is_absolute() is inside:
-                link.unlink()
-                link.symlink_to(os.path.relpath(target, here) if inside else target)
 
 
 if __name__ == "__main__":

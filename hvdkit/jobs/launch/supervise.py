@@ -17,10 +17,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -103,28 +104,19 @@ def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False, write: 
     if allowed != resource.RLIM_INFINITY and plan.n > allowed - _FILES > 0:
         wanted = plan.n + _FILES if most == resource.RLIM_INFINITY else min(plan.n + _FILES, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    variables = {secret.VARIABLE: secret.checked(plan.environment.get(secret.VARIABLE) or secret.new())}
     server, address = listener([host.name for host in plan.hosts], here=not plan.elsewhere)
-    with watched_signals() as signals, contextlib.closing(server), _sessions(plan) as variables:
-        shared = secret.checked(plan.environment.get(secret.VARIABLE) or secret.new())
-        plan = replace(plan, environment={**plan.environment, **variables, secret.VARIABLE: shared})
-        shown = JobOutput(plan.launcher_name, tagged=tagged, verbose=verbose, write=write)
-        return _Job(plan, signals, server, address, shown).run()
-
-
-@contextlib.contextmanager
-def _sessions(plan: LaunchPlan) -> Iterator[dict[str, str]]:
-    """A directory of its own for Open MPI, which names what it makes there by its process id alone.
-
-    What an mpirun that was killed has left keeps another one, to which its id falls, from starting.
-    """
-    variables: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
+    with watched_signals() as signals, contextlib.closing(server), contextlib.ExitStack() as stack:
         if not plan.elsewhere:  # other hosts lack it
-            above = plan.environment.get(SESSIONS)
+            # Open MPI names what it makes there by its process id alone: what an mpirun that was killed has left keeps
+            # another one, to which its id falls, from starting.
             with contextlib.suppress(OSError):  # then as without hvdkit
+                above = plan.environment.get(SESSIONS)
                 own = tempfile.TemporaryDirectory(prefix="hvdkit-job-", dir=above, ignore_cleanup_errors=True)
                 variables[SESSIONS] = stack.enter_context(own)
-        yield variables
+        plan = replace(plan, environment={**plan.environment, **variables})
+        shown = JobOutput(plan.launcher_name, tagged=tagged, verbose=verbose, write=write)
+        return _Job(plan, signals, server, address, shown).run()
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -234,7 +226,15 @@ class _Job:
     def _on_connections(self) -> None:
         try:
             while True:
-                self._accept(self._listener.accept()[0])
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                wire.keep_alive(connection)
+                peer = Peer(connection)
+                self._selector.register(connection, selectors.EVENT_READ, partial(self._on_peer, peer))
+                self._strangers.append(peer)
+                peer.order(peer.nonce)
+                if len(self._strangers) > self._plan.n + _FILES // 2:
+                    self._drop_stranger(self._strangers[0])
         except BlockingIOError:  # none is left
             pass
         except OSError:  # there are too many
@@ -242,16 +242,6 @@ class _Job:
             self._after(LOOK_S, self._listen)
             for peer in self._strangers[:1]:
                 self._drop_stranger(peer)
-
-    def _accept(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        wire.keep_alive(connection)
-        peer = Peer(connection)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
-        self._strangers.append(peer)
-        peer.order(peer.nonce)
-        if len(self._strangers) > self._plan.n + _FILES // 2:
-            self._drop_stranger(self._strangers[0])
 
     def _drop_stranger(self, peer: Peer) -> None:
         if peer in self._strangers:
@@ -296,7 +286,12 @@ class _Job:
         elif kind == wire.STDERR:
             self._on_errors(peer, payload)
         elif kind == wire.REPORT:
-            self._on_rank_report(peer, payload)
+            was_in_init = peer.in_init
+            peer.report(payload)
+            if peer.in_init and not was_in_init and not self._plan.elastic:
+                self._after(SETTLE_S, self._look_for_awaited, peer, SETTLE_S)
+                if self._plan.stall_timeout is not None:
+                    self._after(self._plan.stall_timeout, self._end_if_awaited_in_init, peer)
         elif kind == wire.UNHANDLED and peer.rank is not None:
             # Nobody waits for it where the signal came to the rank itself, or was passed on long ago.
             self._unhandled.get(wire.UNHANDLED_PAYLOAD.unpack(payload)[0], set()).add(peer.rank)
@@ -310,14 +305,6 @@ class _Job:
 
     def _note_survivors(self, host: str, pids: Iterable[str]) -> None:
         self._survivors.setdefault(host, {}).update(dict.fromkeys(pids))
-
-    def _on_rank_report(self, peer: Peer, data: bytes) -> None:
-        was_in_init = peer.in_init
-        peer.report(data)
-        if peer.in_init and not was_in_init and not self._plan.elastic:
-            self._after(SETTLE_S, self._look_for_awaited, peer, SETTLE_S)
-            if self._plan.stall_timeout is not None:
-                self._after(self._plan.stall_timeout, self._end_if_awaited_in_init, peer)
 
     def _on_errors(self, peer: Peer, data: bytes) -> None:
         """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
@@ -437,7 +424,8 @@ class _Job:
             return
         self._suspected = True
         for peer in self._peers:
-            peer.ask()
+            peer.silent = True
+            peer.order(wire.ASK)
         self._after(ANSWER_S, self._end_if_a_host_is_lost)
 
     def _end_if_a_host_is_lost(self) -> None:
@@ -579,7 +567,11 @@ class _Job:
             late = f", {name_ranks(killed)} by SIGKILL ({more})" if killed else ""
             if silent := sorted({peer.rank for peer in self._ranks if peer.rank is not None and peer.end is None}):
                 late += f"; {name_ranks(silent)} did not say how"
-            self._shown.say(f"interrupted by {signal_name(self._signal)}; {self._what_was_ended()}{late}.")
+            # of a rank on another host that has not said how it ended, nothing is known
+            known = not self._plan.elsewhere or len({end.rank for end in self._ends}) == self._plan.n
+            what = "every process was ended" if known else "the job was ended"
+            what = "it could not end all processes" if self._survivors else what
+            self._shown.say(f"interrupted by {signal_name(self._signal)}; {what}{late}.")
             return 128 + self._signal
         if self._shown.unread:
             return 128 + signal.SIGPIPE
@@ -591,7 +583,11 @@ class _Job:
         culprit = early or failure
         self._shown.tracebacks(errors, None if culprit is None else culprit.rank)
         if self._stall is not None:
-            return self._conclude_stall(self._stall)
+            stacks = {peer.rank: bytes(peer.stacks) for peer in self._ranks if peer.rank is not None}
+            where = write_stacks(self._plan.stall_dir or Path.cwd(), self._stall, stacks)
+            waited = f"a collective waited longer than {self._plan.stall_timeout:g} s"
+            self._shown.say(f"{waited}: {self._stall}; {where}; the job was ended.")
+            return STALLED_STATUS
         lost_daemon = any(words in self._said for words in LOST_DAEMON)
         if (status or failure or lost_daemon) and (lost := self._lost_hosts()):
             self._shown.launcher_at_end()
@@ -634,17 +630,3 @@ class _Job:
         how = how if status else "lost contact with a host"
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
         return as_shell or 1
-
-    def _what_was_ended(self) -> str:
-        """As much as is known: of a rank on another host that has not said how it ended, nothing is."""
-        if self._survivors:
-            return "it could not end all processes"
-        known = not self._plan.elsewhere or len({end.rank for end in self._ends}) == self._plan.n
-        return "every process was ended" if known else "the job was ended"
-
-    def _conclude_stall(self, stall: Stall) -> int:
-        stacks = {peer.rank: bytes(peer.stacks) for peer in self._ranks if peer.rank is not None}
-        where = write_stacks(self._plan.stall_dir or Path.cwd(), stall, stacks)
-        waited = f"a collective waited longer than {self._plan.stall_timeout:g} s"
-        self._shown.say(f"{waited}: {stall}; {where}; the job was ended.")
-        return STALLED_STATUS

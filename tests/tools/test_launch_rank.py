@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.jobs.launch import on_host, peer, processes, rank, wire
+from hvdkit.jobs.launch import peer, processes, rank, wire
 from hvdkit.jobs.launch.model import BESIDE_RANK
 from hvdkit.steps import secret
 
@@ -261,10 +261,10 @@ def test_the_rank_of_launchers_whose_variables_differ_from_system_to_system(monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     before = list(sys.path)
-    assert on_host.rank_of("") == expected
+    assert rank.rank_of("") == expected
     assert sys.path == before
     with pytest.raises(ValueError, match="NOWHERE must be the rank, got ''"):
-        on_host.rank_of("NOWHERE")
+        rank.rank_of("NOWHERE")
 
 
 HERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
@@ -287,6 +287,6 @@ PLACE = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR":
 )  # fmt: skip
 def test_a_rank_gets_the_place_that_torchrun_would_give_it(monkeypatch, environ, expected):
     monkeypatch.setattr(os, "environ", dict(environ))
-    on_host.settle_place(3, "127.0.0.1,localhost")
+    rank.settle_place(3, "127.0.0.1,localhost")
     assert expected.items() <= os.environ.items()
     assert os.environ.keys() <= {*environ, *expected, "GLOO_SOCKET_IFNAME"}

@@ -8,7 +8,7 @@
                      ⇅         stall, output)
                    wire                           TCP, with a proof that each side knows the job's secret
                      ⇅
-                   rank ── (on_host, processes)   one process beside each rank, on whatever host it is
+                   rank ── (processes)            one process beside each rank, on whatever host it is
 
 ``plan`` is pure: facts in, command line and environment out, through ``lines`` in the words of each launcher.
 ``supervise`` starts that command line with ``rank`` put before the user's command, whatever the launcher: mpirun,

@@ -26,11 +26,11 @@ from typing import IO, Any
 
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch import on_host
+from hvdkit.jobs.launch import rank
 from hvdkit.jobs.launch.hosts import is_here
 from hvdkit.jobs.launch.model import Host
 from hvdkit.jobs.launch.options import Request
-from hvdkit.steps import bootstrap, launchers
+from hvdkit.steps import launchers
 
 SCRIPT_S = 15.0
 """Seconds that a host discovery script may take; horovodrun asks it again every second."""
@@ -176,6 +176,7 @@ def main(argv: list[str]) -> Any:
     from horovod.runner.util import network
 
     from hvdkit.jobs.launch.facts import recorded_horovod
+    from hvdkit.steps import bootstrap
 
     token, listen_on = secrets.token_hex(16), ""
     variables: dict[str, Any] = {}
@@ -199,7 +200,7 @@ def main(argv: list[str]) -> Any:
         return build
 
     def elsewhere(command: str, **to: Any) -> str:
-        receive = f"{shlex.join([sys.executable, '-I', '-S', on_host.__file__])} {command}"
+        receive = f"{shlex.join([sys.executable, '-I', '-S', rank.__file__])} {command}"
         left = [word for name in os.environ if not exported.is_exportable(name) for word in ("-u", name)]
         return f"{shlex.join(['env', *left, '-0'])} | {plain_remote(shlex.quote(receive), **to)}"
 

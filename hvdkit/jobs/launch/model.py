@@ -198,7 +198,7 @@ class LaunchPlan:
         elsewhere: ranks are, or may be, on other hosts.
         elastic: ranks come and go, and horovodrun sees to that.
         hosts: where those ranks run, as far as it is known.
-        root: see ``on_host.settle_place``.
+        root: see ``rank.settle_place``.
         beside_rank: what starts the process beside each rank, see ``rank``.
         grace_s: seconds from SIGTERM to SIGKILL when the job is told to end.
     """

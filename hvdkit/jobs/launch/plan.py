@@ -25,8 +25,8 @@ from hvdkit.jobs.launch.model import (
     Mpi,
     Setting,
 )
-from hvdkit.jobs.launch.on_host import WORKERS
 from hvdkit.jobs.launch.options import Request, variables_of
+from hvdkit.jobs.launch.rank import WORKERS
 from hvdkit.steps.launchers import batch_job, inside_srun
 
 _OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": lines.horovodrun, **lines.BATCH}
@@ -271,7 +271,7 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
     if not environ.get("GLIBC_TUNABLES"):
         why = "memory comes in huge pages, where the kernel has them: large tensors are made and sent faster"
         settings.append(Setting(why, variables={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}))
-    if facts.master_port is not None:  # ``on_host`` adds what each rank has of its own
+    if facts.master_port is not None:  # ``rank`` adds what each rank has of its own
         given = {"WORLD_SIZE": str(request.n), "MASTER_PORT": str(facts.master_port)}
         if not _is_elsewhere(name, request):
             given |= {"LOCAL_WORLD_SIZE": str(request.n), "MASTER_ADDR": "127.0.0.1"}

@@ -7,9 +7,14 @@ environment can get in its way; of hvdkit it therefore imports what needs the st
 ``hvdkit launch`` listens at that address (see ``wire``). Where it cannot be reached from this host, or the launcher has
 not handed the secret on, the command runs all the same, seen to by the launcher alone. The end of the connection
 means the same as STOP, so that ranks end when ``hvdkit launch`` dies, however it dies, or the network between fails.
+
+On another host horovodrun's ssh starts ``rank.py SHELL_COMMAND`` before that. It takes the environment from standard
+input, as NUL-separated NAME=VALUE: on a command line, as horovodrun puts it there, every user of both hosts could read
+it.
 """
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -17,17 +22,25 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 if __name__ == "__main__":  # without site, nothing else of the environment is on it
     sys.path.append(str(Path(__file__).parents[3]))
 
-from hvdkit.jobs.launch import on_host, processes, wire
+from hvdkit.errors import LauncherError
+from hvdkit.jobs.launch import processes, wire
 
 LAUNCHER_GRACE_S = {"OMPI_COMM_WORLD_RANK": 0.6, "PMI_RANK": 0.6, "HOROVOD_RANK": 4.0}
 """Seconds from SIGTERM to SIGKILL when the launcher ends the command, by the variable in which it says the rank: mpirun
 kills this process a second after its SIGTERM, horovodrun after five, and the command must be gone before. Batch systems
 leave it the job's grace."""
+WORKERS = "HVDKIT_WORKERS"
+"""HOST:PORT of every rank in turn, of which TF_CONFIG is made (``--tf-config``)."""
+STARTUP = Path(__file__).parents[2] / "observe" / "startup"
+"""Of the ``sitecustomize`` that gets a rank's Pythons ready for what ``hvdkit launch`` asks."""
+_OF_THE_USER = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+"""Given by --env, they stay."""
 _CHUNK_BYTES = 65536
 _UNTIL_KILLED_S = 86400.0
 _STACKS_SIGNAL = signal.SIGRTMAX - 2
@@ -38,8 +51,8 @@ def main(arguments: list[str]) -> int:
     """Run one rank; the status to exit with is the command's own, or 128 + N when signal N killed it."""
     address, rank_variable, grace_s, root, *command = arguments
     try:
-        rank = on_host.rank_of(rank_variable)
-        on_host.settle_place(rank, root)
+        rank = rank_of(rank_variable)
+        settle_place(rank, root)
         connection = wire.connect(address)
     except ValueError as error:
         sys.stderr.write(f"hvdkit launch: {error}\n")
@@ -61,6 +74,90 @@ def _not_started(command: list[str], error: OSError) -> tuple[str, int]:
     """A sentence on a command that cannot be started, and the status that a shell gives then."""
     status = 126 if isinstance(error, PermissionError) else 127
     return f"hvdkit launch: {command[0]} cannot be started: {error.strerror}\n", status
+
+
+def rank_of(variable: str) -> int:
+    """This rank, from the variable of the launcher, or from whatever the launcher of a batch system sets.
+
+    Raises:
+        ValueError: nothing says it.
+    """
+    if variable:
+        rank = os.environ.get(variable, "")
+        if not rank.isdigit():
+            raise ValueError(f"{variable} must be the rank, got {rank!r}: another launcher started this process.")
+        return int(rank)
+    from hvdkit.steps import launchers
+
+    try:
+        launched = launchers.detect(os.environ)
+    except LauncherError as error:
+        raise ValueError(str(error)) from error
+    if launched is None:
+        raise ValueError("the launcher says in no variable that is known here which rank this is.")
+    return launched.rank
+
+
+def settle_place(rank: int, root: str) -> None:
+    """Add what torchrun gives a rank to this environment, under every launcher, and TF_CONFIG.
+
+    Programs that start ``torch.distributed`` from the environment then train as one job.
+
+    Args:
+        root: the first hosts of the job, that of rank 0 before the others, by commas; "" where the batch system says
+            them, or all are this one.
+    """
+    if workers := os.environ.get(WORKERS):
+        task = {"type": "worker", "index": rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers.split(",")}, "task": task})
+    if "WORLD_SIZE" not in os.environ:  # ranks come and go
+        return
+    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        return
+    try:
+        os.environ.update(place([name for name in root.split(",") if name]))
+    except (LauncherError, OSError) as error:  # which only programs need that start torch.distributed by themselves
+        sys.stderr.write(f"hvdkit launch: this rank gets no RANK and MASTER_ADDR: {error}\n")
+
+
+def place(named: list[str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK, ... as far as the launcher says them, and where rank 0 is.
+
+    Args:
+        named: the first hosts of the job; empty where the batch system says them.
+    Raises:
+        LauncherError: the launcher's environment is incomplete, or a host list cannot be read.
+        OSError: a host's name has no address.
+    """
+    from hvdkit.steps import bootstrap, launchers
+
+    launched = launchers.detect(os.environ)
+    if launched is None:
+        return {}
+    found = {"RANK": launched.rank, "LOCAL_RANK": launched.local_rank, "LOCAL_WORLD_SIZE": launched.local_size}
+    variables = {name: str(value) for name, value in found.items() if value is not None}
+    addresses = [bootstrap.address_of(name) for name in named or launchers.hosts_of_job(os.environ)[:2]]
+    if os.environ["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE"):
+        variables["MASTER_ADDR"] = "127.0.0.1"
+    elif addresses:
+        variables["MASTER_ADDR"] = addresses[0]
+        variables["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(bootstrap.own_address(*addresses))
+    port = os.environ.get("MASTER_PORT", "0")
+    if launched.rank == 0:
+        try:
+            socket.create_server(("", int(port))).close()
+        except OSError as error:
+            sys.stderr.write(
+                f"hvdkit launch: port {port} of {socket.gethostname()} is taken ({error.strerror}), so that "
+                "torch.distributed cannot start from the environment; start the job again, which takes another port.\n"
+            )
+    return {**variables, **{name: os.environ[name] for name in _OF_THE_USER if name in os.environ}}
+
+
+def with_startup(environ: Mapping[str, str]) -> str:
+    """PYTHONPATH with the directory of our ``sitecustomize`` in front."""
+    return os.pathsep.join([str(STARTUP), *filter(None, [environ.get("PYTHONPATH")])])
 
 
 class _Rank:
@@ -100,7 +197,7 @@ class _Rank:
         reader, writer = os.pipe()  # for what Python says of itself
         os.set_inheritable(writer, True)
         os.environ["HVDKIT_STACKS"] = f"{writer}:{os.fstat(writer).st_ino}:{int(_STACKS_SIGNAL)}"
-        os.environ["PYTHONPATH"] = on_host.with_startup(os.environ)
+        os.environ["PYTHONPATH"] = with_startup(os.environ)
         self._process = process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -257,5 +354,23 @@ class _Rank:
                 os.waitpid(found.si_pid, 0)
 
 
+def receive(command: str) -> None:
+    """Become a shell command, with the environment from standard input, which then has nothing more."""
+    from hvdkit.steps import bootstrap
+
+    words = sys.stdin.buffer.read().split(b"\0")
+    if len(words) < 2:
+        sys.exit("hvdkit launch: the job's environment did not come: what is used as ssh must pass standard input on.")
+    for name, _, value in (word.partition(b"=") for word in words if word):
+        os.environb[name] = value
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    root = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition(":")[0]
+    interface = bootstrap.interface_of(bootstrap.own_address(root))  # it may have another name on each host
+    os.environ.update(HOROVOD_GLOO_IFACE=interface, NCCL_SOCKET_IFNAME=interface)
+    os.execv("/bin/sh", ["sh", "-c", command])  # noqa: S606
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        receive(sys.argv[1])
     sys.exit(main(sys.argv[1:]))

@@ -14,8 +14,8 @@ from hvdkit.common.units import ranks_text
 from hvdkit.core import listeners
 from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.jobs.launch.model import Command, LaunchFacts, LaunchPlan, Setting
-from hvdkit.jobs.launch.on_host import with_startup
 from hvdkit.jobs.launch.options import TORCH_STEPS, Request
+from hvdkit.jobs.launch.rank import with_startup
 from hvdkit.observe import step_marks, torch_profile
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory

@@ -226,6 +226,14 @@ def test_notes_name_what_other_hosts_need():
         ({"launcher": "jsrun", **TWO_HOSTS}, "leave --hosts and --hostfile out"),
         ({"launcher": "jsrun", "gpus_per_node": 6, "ppn": 4}, "must be a multiple of --ppn"),
         ({"launcher": "srun", "hosts": (Host("a", 6), Host("b", 2)), "hosts_chosen": True}, "same number of slots"),
+        (
+            {
+                "launcher": "mpirun",
+                "found": replace(FACTS, mpi=Mpi(Path("mpirun"), "Intel MPI", (2021,))),
+                "hosts": (Host("a", 6), Host("b", 2)),
+            },
+            "Intel MPI starts as many ranks on every host, got a:6,b:2; give all the same number of slots",
+        ),
         ({"launcher": "mpiexec", "found": replace(FACTS, programs={})}, "mpiexec of PALS is not installed"),
         ({"launcher": "aprun", "found": replace(FACTS, programs={})}, "aprun is not installed"),
     ],

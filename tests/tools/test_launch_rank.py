@@ -239,6 +239,15 @@ def test_a_rank_names_what_sigkill_did_not_end_before_its_own_end(monkeypatch):
     assert said[0][1].decode().splitlines() == [f"pid {os.getpid()} (R (running))", f"pid {2**22 + 1}"]
 
 
+def test_another_host_takes_the_environment_from_standard_input_not_from_a_command_line():
+    environment = f"A=b c\0PATH={os.environ['PATH']}\0HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1:token".encode()
+    words = [*BESIDE_RANK, 'echo "$A" $HOROVOD_GLOO_IFACE $NCCL_SOCKET_IFNAME; cat']
+    done = subprocess.run(words, input=environment, env={}, capture_output=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (0, b"b c lo lo\n"), done.stderr.decode()
+    done = subprocess.run(words, input=b"", env={}, capture_output=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1 and b"the job's environment did not come" in done.stderr
+
+
 def test_a_missing_program_is_one_sentence_also_where_nobody_sees_to_the_rank(begin):
     rank = begin("no-such-host.invalid:1", "/no/such/program", key=secret.new())
     error = rank.communicate(timeout=TIMEOUT_S)[1].decode().splitlines()

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.jobs.launch import horovodrun, processes, supervise
 from hvdkit.jobs.launch import hosts as reach
-from hvdkit.jobs.launch import supervise
+from hvdkit.jobs.launch.lines import SESSIONS
 from hvdkit.jobs.launch.model import Host, LaunchPlan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -66,6 +67,24 @@ def test_the_launcher_ends_where_this_process_is_killed_and_hands_the_grace_on(t
     wait_for(told)
     run("import sys; print(sys.argv[-3:])")
     assert capfd.readouterr().err == "['3.0', '', 'true']\n"
+
+
+def test_what_horovodrun_starts_does_not_outlive_it_and_other_launchers_are_told(monkeypatch):
+    numbers = []
+    monkeypatch.setattr(processes, "dying_with_parent", numbers.append)
+    monkeypatch.setattr(horovodrun, "guarded", lambda argv: ["true"] if argv[0] == "horovodrun" else argv)
+    for program in ("horovodrun", "true"):
+        with supervise.start([program], os.environ):
+            pass
+    assert numbers == [signal.SIGKILL, signal.SIGTERM]
+
+
+def test_what_open_mpi_makes_for_a_job_lies_in_a_directory_that_goes_with_it(capfd):
+    looks = f"import os; at = os.environ[{SESSIONS!r}]; print(at, os.path.isdir(at))"
+    plan = LaunchPlan(1, "mpirun", (sys.executable, "-c", looks), ("true",), {}, os.environ, "")
+    assert supervise.run(plan).status == 0
+    at, there = capfd.readouterr().err.split()[-2:]
+    assert at.startswith(f"{os.environ[SESSIONS]}/hvdkit-job-") and there == "True" and not Path(at).exists()
 
 
 def wait_for(file):

@@ -66,16 +66,16 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
     if request.stage is not None:
         command = stage.moved_command(command, request.stage)
+    ranks = list(command.words)
     if name != "horovodrun" and facts.mpi4py and command.imports_mpi4py:
-        before, after = command.words[: command.script], command.words[command.script :]
-        command = Command((*before, "-m", "mpi4py", *after), len(before) + 2)
+        ranks[command.script : command.script] = ["-m", "mpi4py"]
         why = "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others"
         settings.append(Setting(why, ("-m", "mpi4py")))
-    command, recorded = recordings.with_mpi_recorder(command, request, facts, environ)
-    settings += recorded
-    if any(map(line.taken.fullmatch, command.words[1:])):
-        one_word = f"import os; os.execv({command.words[0]!a}, {list(command.words)!a})"
-        command = Command((str(facts.python), "-I", "-S", "-c", one_word))
+    recorder = recordings.mpi_recorder_settings(request, facts, environ)
+    settings += recorder
+    ranks[:0] = [word for setting in recorder for word in setting.words]
+    if any(map(line.taken.fullmatch, ranks[1:])):
+        ranks = [str(facts.python), "-I", "-S", "-c", f"import os; os.execv({ranks[0]!a}, {ranks!a})"]
         settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
@@ -106,7 +106,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         cores=facts.cores,
         launcher_name=name,
         launcher=(str(line.program), *words),
-        command=command.words,
+        command=tuple(ranks),
         added=added,
         environment={**environ, **added},
         rank_variable=line.rank_variable,

@@ -13,7 +13,7 @@ from hvdkit.common import json_files
 from hvdkit.common.units import ranks_text
 from hvdkit.core import listeners
 from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
-from hvdkit.jobs.launch.model import Command, LaunchFacts, LaunchPlan, Setting
+from hvdkit.jobs.launch.model import LaunchFacts, LaunchPlan, Setting
 from hvdkit.jobs.launch.options import TORCH_STEPS, Request
 from hvdkit.jobs.launch.rank import with_startup
 from hvdkit.observe import step_marks, torch_profile
@@ -50,22 +50,18 @@ def recorder(mpi_bin: Path | None, environ: Mapping[str, str], *, dry: bool) -> 
     return mpi_recorder.ensure(mpicc, environ, cache_directory(), _say)
 
 
-def with_mpi_recorder(
-    command: Command, request: Request, facts: LaunchFacts, environ: Mapping[str, str]
-) -> tuple[Command, list[Setting]]:
-    """The command with the recorder preloaded into it alone, not into the launcher; and what the ranks are told."""
+def mpi_recorder_settings(request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> list[Setting]:
+    """What the ranks are told for --mpi-profile; the words stand before the command, not before the launcher."""
     if request.mpi_profile is None:
-        return command, []
+        return []
     before = request.variables.get("LD_PRELOAD", environ.get("LD_PRELOAD", ""))
     library = facts.mpi_recorder or Path(mpi_recorder.NAME)
     words = ("/usr/bin/env", f"LD_PRELOAD={library}{':' if before else ''}{before}")
     variables = {DIRECTORY: str(request.mpi_profile), **({WAIT: "1"} if request.mpi_profile_wait else {})}
-    settings = [
+    return [
         Setting("--mpi-profile: each rank writes what it called there", variables=variables),
         Setting("--mpi-profile: the recorder stands between the ranks and their MPI; not in the launcher", words),
     ]
-    script = None if command.script is None else command.script + len(words)
-    return Command((*words, *command.words), script), settings
 
 
 def settings(request: Request, environ: Mapping[str, str]) -> list[Setting]:

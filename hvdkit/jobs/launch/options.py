@@ -229,7 +229,7 @@ class Request:
         "Record in the timeline which rank was late in every step. Negotiation gets slower (no response cache).",
         needs=("timeline", "the file it is about"),
         excludes=("cache_capacity",),
-        sets=lambda on: {"HOROVOD_CACHE_CAPACITY": "0"} if on else {},
+        sets=lambda on: Tuned(cache_capacity=0).variables() if on else {},
     )
     monitor: Path | None = typed(
         **_DIRECTORY,
@@ -279,26 +279,26 @@ class Request:
         type=float,
         callback=not_below_0,
         metavar="MS",
-        sets=lambda ms: {"HOROVOD_CYCLE_TIME": f"{ms:g}"},
+        sets=lambda ms: Tuned(cycle_time_s=ms / 1000).variables(),
         help="Horovod's cycle time: time between two negotiations (HOROVOD_CYCLE_TIME).",
     )
     fusion_threshold_mb: float | None = typed(
         type=float,
         callback=not_below_0,
         metavar="MB",
-        sets=lambda mib: {"HOROVOD_FUSION_THRESHOLD": str(round(mib * MIB))},
+        sets=lambda mib: Tuned(fusion_threshold_bytes=round(mib * MIB)).variables(),
         help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
     )
     cache_capacity: int | None = typed(
         type=AT_LEAST_0,
         metavar="N",
-        sets=lambda tensors: {"HOROVOD_CACHE_CAPACITY": str(tensors)},
+        sets=lambda tensors: Tuned(cache_capacity=tensors).variables(),
         help="Tensors in Horovod's response cache, 0 for none (HOROVOD_CACHE_CAPACITY).",
     )
     hierarchical_allreduce: bool | None = typed(
         "--hierarchical-allreduce/--no-hierarchical-allreduce",
         default=None,
-        sets=lambda on: {"HOROVOD_HIERARCHICAL_ALLREDUCE": str(int(on))},
+        sets=lambda on: Tuned(hierarchical_allreduce=on).variables(),
         help="Reduce within each host first, then between hosts (NCCL).",
     )
     stall_timeout: float | None = typed(

@@ -17,7 +17,7 @@ from hvdkit.jobs.launch import facts, plan, recordings, stage, supervise
 from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.options import OPTIONS, Request
 from hvdkit.jobs.launch.output import Write
-from hvdkit.jobs.launch.supervise import JobEnd
+from hvdkit.jobs.launch.peer import JobEnd
 from hvdkit.prepare.doctor import job as ranks
 from hvdkit.prepare.doctor.host import WRITING
 

@@ -246,6 +246,22 @@ def watched_signals() -> Iterator[Signals]:
 # Which rank's end decides how a job ended
 
 
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended.
+
+    Attributes:
+        status: 0, or the exit status of the first rank that failed (128 + N after signal N); without such a rank that
+            of the launcher; 128 + N when signal N told this process to end the job.
+        interrupted: this process was told to end it, or nobody reads its output any more.
+        failure: the rank that failed first by itself, None without one.
+    """
+
+    status: int
+    interrupted: bool
+    failure: RankEnd | None = None
+
+
 def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
     """The rank that failed first by itself, None if none did.
 

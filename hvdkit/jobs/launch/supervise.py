@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from hvdkit.jobs.launch.model import LaunchPlan
 from hvdkit.jobs.launch.output import HOLD_S, KNOCK_ON_HOLD_S, STDERR, STDOUT, JobOutput, Write
 from hvdkit.jobs.launch.peer import (
     RECEIVE_BYTES,
+    JobEnd,
     Peer,
     RankEnd,
     Signals,
@@ -71,22 +72,6 @@ AWAITED_S = 6.0
 """Seconds that a rank waits in ``init`` until those that live and have not come are named."""
 _REPORT_S = 0.3
 """Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    """How a job ended.
-
-    Attributes:
-        status: 0, or the exit status of the first rank that failed (128 + N after signal N); without such a rank that
-            of the launcher; 128 + N when signal N told this process to end the job.
-        interrupted: this process was told to end it, or nobody reads its output any more.
-        failure: the rank that failed first by itself, None without one.
-    """
-
-    status: int
-    interrupted: bool
-    failure: RankEnd | None = None
 
 
 def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False, write: Write | None = None) -> JobEnd:

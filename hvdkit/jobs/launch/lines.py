@@ -194,18 +194,18 @@ def _srun(request: Request, program: Path) -> LauncherLine:
         nodes = -(-request.n // ppn)
         words = (f"--ntasks-per-node={ppn}", f"--nodes={nodes}")
         settings.append(Setting("--ppn: ranks on each host, and so many hosts", words))
+    if request.cpu_bind is not None:
+        why, tied = f"{request.binding}: the cores of each rank on a host", request.cpu_bind
+    elif request.depth is not None:
+        why = "each rank is tied to the cores of its --depth; by itself Slurm ties only ranks that fill their host"
+        tied = "cores"
+    else:
+        why, tied = _UNTIED_BATCH, "none"
     since = "since Slurm 22.05 srun no longer takes it from sbatch"
     settings += [
         *_given(request.depth, f"{_DEPTH}; {since}", "--cpus-per-task={}"),
         *_given(request.gpus_per_node, "--gpus-per-node", "--gpus-per-node={}"),
-        *_given(request.cpu_bind, f"{request.binding}: the cores of each rank on a host", "--cpu-bind={}"),
-    ]
-    if request.cpu_bind is None and request.depth is not None:
-        why = "each rank is tied to the cores of its --depth; by itself Slurm ties only ranks that fill their host"
-        settings.append(Setting(why, ("--cpu-bind=cores",)))
-    elif request.cpu_bind is None:
-        settings.append(Setting(_UNTIED_BATCH, ("--cpu-bind=none",)))
-    settings += [
+        Setting(why, (f"--cpu-bind={tied}",)),
         *_given(",".join(_chosen(request)[:nodes]) or None, "the hosts that you named", "--nodelist={}"),
         Setting("a rank that fails ends the job; otherwise the others wait for it", ("--kill-on-bad-exit=1",)),
         Setting("one Ctrl-C ends the job; otherwise srun asks for two", ("--quit-on-interrupt",)),

@@ -118,7 +118,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         stall_dir=request.stall_dir,
         elsewhere=elsewhere,
         elastic=request.elastic,
-        hosts=request.hosts if elsewhere else (),
+        hosts=request.hosts,
         grace_s=request.grace or (BATCH_GRACE_S if batch_job(environ) else GRACE_S),
     )
 

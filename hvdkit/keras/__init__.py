@@ -286,7 +286,7 @@ def shard(
         AgreementError: the ranks' samples or their order differ; raised on every rank. (All call it, as a collective.)
     """
     if keras_data.is_tf_data(dataset):
-        options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
+        options: dict[str, Any] = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
         reach = TRANSPORT, TRANSPORT.total, keras_data.with_weights
         dataset, stream = keras_data.streams().arrays_or_stream(dataset, world, *reach, **options)
         if stream is not None:

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.keras import private, state
 from hvdkit.keras import seeds as keras_seeds
+from hvdkit.keras import state
 from hvdkit.keras.data import require_sharded, trained_on
 from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_layers import layers_of, untrained_of
 from hvdkit.tf_shared.keras_sharded import shared_variables
 
 
@@ -46,7 +47,7 @@ def check_agreement(
     variables = state.model_variables(model)
     if not statistics:
         # What is never trained; a frozen layer's weights are not among it.
-        local = {id(one) for layer in private.layers_of(model) for one in private.untrained_of(layer)}
+        local = {id(one) for layer in layers_of(model) for one in untrained_of(layer)}
         variables = [variable for variable in variables if id(variable) not in local]
     seeds = keras_seeds.CURRENT.facts()
     fixes = {**dict.fromkeys(loaders, agreement.ITERATE_ALIKE), **dict.fromkeys(seeds, agreement.SEED_ALIKE)}

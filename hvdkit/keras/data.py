@@ -237,11 +237,11 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def tf_dataset(self, plan: Callable[[], list[Batch]] | None = None) -> Any:
         """The same batches made by ``tf.data``, for Keras' tensorflow backend: a pass in each iteration."""
-        from hvdkit.tensorflow import rows
-        from hvdkit.tf_shared.tf_samples import untuned
+        from hvdkit.tensorflow.data import batches_of
+        from hvdkit.tf_shared.tf_data import untuned
 
         floatx = keras.config.floatx()
-        batches = rows.batches(
+        batches = batches_of(
             self._parts,
             plan or self._plan_pass,
             lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx)),

@@ -20,7 +20,7 @@ from hvdkit.keras.transport import TRANSPORT
 from hvdkit.observe import monitor
 from hvdkit.steps import torch_tensors
 from hvdkit.steps.topology import Topology
-from hvdkit.tf_shared.variable_names import common_names
+from hvdkit.tf_shared.keras_layers import common_names
 
 
 class Monitor(monitor.Monitor, Callback):

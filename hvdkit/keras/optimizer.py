@@ -14,7 +14,7 @@ from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.outer import OuterLoop, OuterOptions, group_of
 from hvdkit.tf_shared import keras_optimizer, keras_outer, keras_sharded
-from hvdkit.tf_shared.variable_names import common_names
+from hvdkit.tf_shared.keras_layers import common_names
 
 
 def distribute(

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from hvdkit.core import listeners
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps.streams import StreamInEpochs
+from hvdkit.tf_shared.keras_layers import layers_of
 
 TESTED = ("3.15", "3.15")
 """The first and the last version of Keras that the tests ran with."""
@@ -135,20 +136,10 @@ _replaced: dict[PatchPoint, tuple[Any, Any, Any]] = {}
 # What Keras knows and does not tell ----------------------------------------------------------------------------------
 
 
-def layers_of(model: Any, include_self: bool = True) -> list[Any]:
-    """All layers in a model, those within layers included; ``model.layers`` has the outermost alone."""
-    return list(model._flatten_layers(include_self=include_self))
-
-
 def unbuilt_layers(model: Any) -> list[Any]:
     """The layers that have yet to make their weights; the model is one of them where it has a ``call``."""
     has_call = type(model).call is not keras.Model.call
     return [layer for layer in layers_of(model, include_self=has_call) if not layer.built]
-
-
-def untrained_of(layer: Any) -> list[Any]:
-    """What a layer keeps that is never trained; among ``non_trainable_variables`` are frozen weights, too."""
-    return list(layer._non_trainable_variables)
 
 
 def own_metrics_of(model: Any) -> Any:
@@ -171,15 +162,6 @@ def first_epoch_of(model: Any) -> int | None:
 def set_first_epoch(model: Any, epoch: int | None) -> None:
     """Have ``fit`` begin with another epoch: its argument is the caller's, and callbacks have no other way."""
     model._initial_epoch = epoch
-
-
-def keras_generator(make: bool = False) -> Any:
-    """What ``keras.random`` draws from without a seed, or None; asking Keras would make one, from a random number."""
-    seeds = importlib.import_module("keras.src.random.seed_generator")
-    if make:
-        seeds.global_seed_generator()
-    attributes = importlib.import_module("keras.src.backend.common.global_state")
-    return attributes.get_global_attribute(seeds.GLOBAL_SEED_GENERATOR)
 
 
 def backend_state() -> npt.NDArray[np.uint8]:

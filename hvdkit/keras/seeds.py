@@ -13,6 +13,13 @@ from hvdkit.errors import CheckpointError
 from hvdkit.keras import private
 from hvdkit.steps.seeds import STATE_BYTES, Current, Seeds, capture_state, integer, restore_state, seed_python
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_layers import (
+    generator_states,
+    keras_generator,
+    move_generators,
+    seed_keras,
+    state_numbers,
+)
 
 _LAYERS, _RESUMED = 2, 3  # branches of a rank's stream: for dropout and the like, and for a resumed run
 CURRENT = Current()
@@ -40,7 +47,7 @@ def seed_everything(seed: int, world: Topology) -> Seeds:
     Source: numpy.random.SeedSequence, one spawn key for each stream, so that they are independent for any seed.
     """
     seeds = Seeds(seed, world)
-    _seed_keras(seeds.shared())
+    seed_keras(integer(seeds.shared(), bits=32))
     np.random.seed(seeds.own().generate_state(8))
     CURRENT.seeds, _shared[:] = seeds, [True]
     _moved.clear()
@@ -53,18 +60,11 @@ def move_to_own_stream(model: Any) -> None:
     if seeds is None:
         return
     if _shared[0]:
-        _seed_keras(seeds.own())
+        seed_keras(integer(seeds.own(), bits=32))
         _shared[:] = [False]
     if model not in _moved:
         _moved.add(model)
-        _move_layers(seeds, model, _LAYERS)
-
-
-def _move_layers(seeds: Seeds, model: Any, *purpose: int) -> None:
-    for state in generator_states(model):
-        seed, drawn = np.asarray(keras.ops.convert_to_numpy(state)).tolist()
-        own = integer(seeds.own(*purpose, seed % 2**32), bits=31)
-        state.assign(np.array([own, drawn]).astype(keras.backend.standardize_dtype(state.dtype)))
+        move_generators(generator_states([model]), seeds, _LAYERS)
 
 
 def branch(model: Any, step: int) -> None:
@@ -72,21 +72,9 @@ def branch(model: Any, step: int) -> None:
     seeds = CURRENT.seeds
     if seeds is not None:
         own = seeds.own(_RESUMED, step)
-        _seed_keras(own)
+        seed_keras(integer(own, bits=32))
         seed_python(own)
-        _move_layers(seeds, model, _RESUMED, step)
-
-
-def _seed_keras(stream: np.random.SeedSequence) -> None:
-    numpys = np.random.get_state()
-    keras.utils.set_random_seed(integer(stream, bits=32))
-    np.random.set_state(numpys)
-
-
-def generator_states(model: Any) -> list[Any]:
-    """The states (seed, numbers drawn) of the random generators in a model's layers, each once."""
-    weights = {id(weight) for weight in model.weights}
-    return list({id(one): one for one in model.variables if id(one) not in weights}.values())
+        move_generators(generator_states([model]), seeds, _RESUMED, step)
 
 
 # The states of everything that a training on this rank draws random numbers from, for checkpoints --------------------
@@ -97,12 +85,12 @@ def capture(model: Any) -> States:
 
     TensorFlow's operations with a seed of their own (``tf.random.uniform(seed=)``) count inside; that is not readable.
     """
-    layers = [_numbers(state) for state in generator_states(model)]
-    keras_own = private.keras_generator()
+    layers = [state_numbers(state) for state in generator_states([model])]
+    keras_own = keras_generator()
     parts = [
         _words(capture_state()),
         np.array(layers, dtype=np.int64).reshape(-1),
-        np.array([] if keras_own is None else _numbers(keras_own.state), dtype=np.int64),
+        np.array([] if keras_own is None else state_numbers(keras_own.state), dtype=np.int64),
         _words(private.backend_state()),
     ]
     return np.concatenate([np.array([len(part) for part in parts], dtype=np.int64), *parts])
@@ -115,14 +103,14 @@ def restore(model: Any, states: States) -> None:
         CheckpointError: it belongs to another model, or to another kind of process.
     """
     general, layers, keras_own, backend = np.split(states[4:], np.cumsum(states[:3]))
-    generators = generator_states(model)
+    generators = generator_states([model])
     if len(layers) != 2 * len(generators):
         raise CheckpointError(
             f"the checkpoint has {len(layers) // 2} random generators of layers, this model has {len(generators)}; "
             "restore into the model that was saved."
         )
     if len(keras_own):
-        generators.append((private.keras_generator() or private.keras_generator(make=True)).state)
+        generators.append((keras_generator() or keras_generator(make=True)).state)
     for generator, numbers in zip(generators, [*layers.reshape(-1, 2), *keras_own.reshape(-1, 2)], strict=True):
         generator.assign(numbers.astype(keras.backend.standardize_dtype(generator.dtype)))
     private.set_backend_state(backend.view(np.uint8))
@@ -131,7 +119,3 @@ def restore(model: Any, states: States) -> None:
 
 def _words(contents: npt.NDArray[np.uint8]) -> States:
     return np.pad(contents, (0, -len(contents) % 8)).view(np.int64)
-
-
-def _numbers(state: Any) -> list[int]:
-    return [int(number) for number in np.asarray(keras.ops.convert_to_numpy(state))]

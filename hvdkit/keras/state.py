@@ -25,9 +25,9 @@ from hvdkit.steps.divergence import Seen, is_mask
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared import keras_sharded_files
+from hvdkit.tf_shared.keras_layers import layers_of, plain_path, untrained_of
 from hvdkit.tf_shared.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.tf_shared.keras_sharded import by_checkpoints, shared_variables
-from hvdkit.tf_shared.variable_names import plain_path
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
 _HDF5_FILE, _HDF5_ARRAY = 16384, 4096
@@ -128,12 +128,12 @@ def average_statistics(variables: Sequence[Any]) -> None:
 
 def untrained_state(model: Any, suspects: Collection[str]) -> Seen:
     """What no gradient trains and every rank is to hold alike: not statistics, and not vectors of spectral norms."""
-    layers = private.layers_of(model)
-    kept = {id(one): one for layer in layers for one in private.untrained_of(layer)}
+    layers = layers_of(model)
+    kept = {id(one): one for layer in layers for one in untrained_of(layer)}
     own = {
         id(one)
         for layer in layers
-        for one in private.untrained_of(layer)
+        for one in untrained_of(layer)
         if isinstance(layer, (keras.layers.BatchNormalization, keras.layers.SpectralNormalization))
         or one.name.startswith(("moving_", "running_"))
     }
@@ -141,7 +141,7 @@ def untrained_state(model: Any, suspects: Collection[str]) -> Seen:
     frozen = len([one for one in variables if id(one) not in kept])
     variables.sort(key=lambda one: id(one) in kept)
     if keras.backend.backend() == "tensorflow":
-        from hvdkit.tensorflow.variables import beside_keras  # loads TensorFlow
+        from hvdkit.tensorflow.state import beside_keras  # loads TensorFlow
 
         variables += beside_keras(model)
     rows = [f"{layout(one)} number {place}" for place, one in enumerate(variables)]

@@ -21,7 +21,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport import Transport
 from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.tf_shared.variable_names import common_names
+from hvdkit.tf_shared.keras_layers import common_names
 from hvdkit.torch.backward import exchange_all, exchanges
 from hvdkit.torch.buckets import BucketLayout, total_norm
 from hvdkit.torch.divergence import is_other

@@ -40,14 +40,12 @@ from hvdkit.tensorflow import data, device, divergence, private, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
-from hvdkit.tensorflow.batch_norm import average_statistics
 from hvdkit.tensorflow.checkpoint import Checkpoints
 from hvdkit.tensorflow.elastic import ElasticState, run_elastic
 from hvdkit.tensorflow.loss import weighted_loss
 from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.seeds import seed_everything
-from hvdkit.tensorflow.state import RANKS
-from hvdkit.tensorflow.variables import numbered_names
+from hvdkit.tensorflow.state import RANKS, average_statistics, numbered_names
 from hvdkit.tf_shared import tf_streams as streams
 
 __all__ = [
@@ -303,7 +301,7 @@ def shard(
         AgreementError: the ranks' samples or their order differ, here or (of a stream) in the first steps; raised on
             every rank. (All call it, as a collective.)
     """
-    options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
+    options: dict[str, Any] = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
     totals = partial(state.RANKS.background, ALLREDUCE)
     arrays, stream = streams.arrays_or_stream(dataset, world, state.RANKS, totals, streams.with_weights, **options)
     if stream is not None:

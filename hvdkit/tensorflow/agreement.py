@@ -13,9 +13,8 @@ import tensorflow as tf
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow import seeds, state
-from hvdkit.tensorflow.batch_norm import local_statistics
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.variables import native
+from hvdkit.tensorflow.state import local_statistics, native
 
 _CHUNK = 4 * agreement.CHUNK  # words mixed at once: on a GPU fewer operations count more than a CPU's cache
 _WORDS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}

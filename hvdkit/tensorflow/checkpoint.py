@@ -16,11 +16,11 @@ from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.resume import ModelCheckpoints
-from hvdkit.tensorflow import random_state, seeds, state
+from hvdkit.tensorflow import seeds, state
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
-from hvdkit.tensorflow.variables import native
-from hvdkit.tf_shared.variable_names import plain_path
+from hvdkit.tensorflow.state import native
+from hvdkit.tf_shared.keras_layers import plain_path
 
 _TRAINED = "trained.npy"  # which variables each of several optimizers has slots for
 
@@ -118,14 +118,14 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     def _random_states(self, model: Any) -> Any:
         """int64 (size, length)."""
-        mine = random_state.capture(state.generator_states(model))
+        mine = seeds.capture(state.generators_of(model))
         return np.stack(self._ranks().allgather(mine, "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
-        random_state.restore(own, state.generator_states(model))
+        seeds.restore(own, state.generators_of(model))
 
     def _branch(self, model: Any, step: int) -> None:
-        seeds.branch(state.generator_states(model), step)
+        seeds.branch(state.generators_of(model), step)
 
 
 def _divided() -> Any:

@@ -16,8 +16,8 @@ from hvdkit.observe.allreduce_counts import COUNTS
 from hvdkit.steps import agreement, divergence
 from hvdkit.steps.launchers import is_elastic
 from hvdkit.tensorflow import private
-from hvdkit.tensorflow.variables import native
-from hvdkit.tf_shared.variable_names import plain_path
+from hvdkit.tensorflow.state import native
+from hvdkit.tf_shared.keras_layers import plain_path
 
 _FIRST = 8
 """Of the exchanges that are compared: Horovod's recipes broadcast after a step, which may exchange more than once."""
@@ -54,8 +54,7 @@ class Counter:
 
     def total(self) -> int:
         """How many there were; outside of graphs."""
-        with tf.init_scope(), tf.device("CPU:0"):
-            return self._eager + int(tf.raw_ops.ReadVariableOp(resource=self._handle(), dtype=tf.int64))
+        return self._eager + self.in_graphs()
 
     def _in_graphs(self) -> Any:
         # One handle a graph: by it TensorFlow counts in the order of the program, which is the same on every rank.

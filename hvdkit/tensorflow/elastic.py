@@ -22,8 +22,14 @@ from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.tensorflow import divergence
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
-from hvdkit.tensorflow.state import RANKS, broadcast_variables, by_name, model_variables, optimizer_variables
-from hvdkit.tensorflow.variables import native
+from hvdkit.tensorflow.state import (
+    RANKS,
+    broadcast_variables,
+    by_name,
+    model_variables,
+    native,
+    optimizer_variables,
+)
 
 _LOST = (tf.errors.UnknownError, tf.errors.InternalError, tf.errors.AbortedError, tf.errors.CancelledError)
 # An operation of Horovod by its type, by its name or by its text; not a file of Horovod in the stack of another one.

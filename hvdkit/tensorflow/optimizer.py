@@ -25,9 +25,9 @@ from hvdkit.steps import agreement, passes
 from hvdkit.steps.gradients import BFLOAT16_RANKS, GradientOptions, obstacle_of_type, refuse_clipped
 from hvdkit.tensorflow import private
 from hvdkit.tensorflow.divergence import Counter, counted_in_graph, look
-from hvdkit.tensorflow.variables import native
+from hvdkit.tensorflow.state import native
+from hvdkit.tf_shared.keras_layers import plain_path
 from hvdkit.tf_shared.tf_ranks import IN_ANY_GRAPH
-from hvdkit.tf_shared.variable_names import plain_path
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)  # what every Horovod adds up

@@ -1,4 +1,4 @@
-"""What hvdkit uses of TensorFlow and Keras that is not theirs to promise: the only file of this binding that does.
+"""What hvdkit uses of TensorFlow that is not its to promise: the only file of this binding that does.
 
 What is used, why, and what serves without it:
 
@@ -11,8 +11,6 @@ What is used, why, and what serves without it:
 - XLA's control flow: an error in place of XLA's own, which names no cause. Without: no ``jit_compile=True``.
 - The eager context's seeds and the global generators: a resumed training draws what it would have drawn. Without: a
   ``tf.random.Generator`` in the model.
-- A layer's layers and own variables: BatchNormalization's statistics are each rank's own, and there are variables that
-  Keras does not count. Without: a list of variables in the place of a model.
 - ``_keras_mask``: a mean over what a mask leaves is none over samples. Without: a loss with ``reduction=None``.
 - ``tf.data``'s data sets: one of hvdkit's own is a ``tf.data.Dataset``. Without: ``Dataset.from_generator``, slower.
 
@@ -22,13 +20,10 @@ What is used, why, and what serves without it:
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import context
@@ -36,8 +31,6 @@ from tensorflow.python.ops import control_flow_util, stateful_random_ops
 from tensorflow.python.util import dispatch
 
 from hvdkit.steps.gradients import CLIPPED
-
-Words = npt.NDArray[np.int64]
 
 _CLIPPING = ("clip_by_global_norm", "clip_by_norm", "clip_by_value")
 _DISPATCHED = getattr(dispatch, "_TYPE_BASED_DISPATCH_SIGNATURES", {})
@@ -167,29 +160,7 @@ def global_generator() -> Any:
     return stateful_random_ops.global_generator
 
 
-def keras_generator(*, make: bool = False) -> Any:
-    """What ``keras.random`` draws from without a seed, or None where there is none yet; Keras has no public name."""
-    if "keras" not in sys.modules and not make:
-        return None
-    from keras.src.backend.common import global_state
-    from keras.src.random import seed_generator
-
-    if make:
-        return seed_generator.global_seed_generator()
-    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-
-
 # Models and data ------------------------------------------------------------------------------------------------------
-
-
-def flat_layers(model: Any) -> list[Any]:
-    """A Keras layer or model and all layers in it; ``.layers`` leaves out what is not a direct attribute."""
-    return list(model._flatten_layers())
-
-
-def statistics_of(layer: Any) -> list[Any]:
-    """A layer's own non-trainable variables, without weights that were frozen, as its public list has."""
-    return list(layer._non_trainable_variables)
 
 
 def has_mask(output: Any) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes
 from hvdkit.tensorflow import seeds
-from hvdkit.tensorflow.variables import beside_keras, native
+from hvdkit.tf_shared.keras_layers import generator_states, layers_of, plain_path, untrained_of
 from hvdkit.tf_shared.tf_ranks import TensorflowRanks
-from hvdkit.tf_shared.variable_names import plain_path
 
 RANKS = TensorflowRanks()
 _COUNTED: WeakSet[Any] = WeakSet()
@@ -61,12 +61,9 @@ def keras_layers(model: Any) -> list[Any]:
     return [part for part in _parts(model, set()) if not hasattr(part, "assign")]
 
 
-def generator_states(model: Any) -> list[Any]:
+def generators_of(model: Any) -> list[Any]:
     """The states of the random generators in a model's layers, int (2,) each: (seed, numbers drawn)."""
-    layers = keras_layers(model)
-    weights = {id(weight) for layer in layers for weight in layer.weights}
-    states = {id(one): one for layer in layers for one in layer.variables if id(one) not in weights}
-    return list(states.values())
+    return generator_states(keras_layers(model))
 
 
 def _parts(thing: Any, seen: set[int]) -> Iterator[Any]:
@@ -99,6 +96,79 @@ def _raise_not_built(model: Any) -> NoReturn:
         f"the {type(model).__name__} is not built yet, or has no variables; run one batch through it, or give it an "
         "input shape, on every rank first. Of a class that is neither Keras' nor a tf.Module give a list of variables."
     )
+
+
+def numbered_names(variables: Iterable[Any]) -> list[str]:
+    """Names for variables, each once, equal on ranks that have them in the same order."""
+    return [f"{plain_path(variable)}.{place}" for place, variable in enumerate(variables)]
+
+
+def native(variable: Any) -> Any:
+    """The ``tf.Variable`` inside a Keras 3 variable; anything else as it is."""
+    inner = getattr(variable, "value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def beside_keras(model: Any) -> list[tf.Variable]:
+    """Each ``tf.Variable`` of a Keras model that Keras 3 does not count among its weights; none that holds text.
+
+    Args:
+        model: a Keras layer or model. Looked through are its layers' attributes, lists and dicts in them, and each
+            ``tf.Module`` there.
+    """
+    known = {id(getattr(weight, "value", None)) for weight in model.weights} | {id(weight) for weight in model.weights}
+    found: dict[int, tf.Variable] = {}
+    seen: set[int] = set()
+    for layer in layers_of(model):
+        for name, value in sorted(vars(layer).items()):
+            if not name.startswith("_self_"):  # what TensorFlow itself keeps there
+                found.update((id(one), one) for one in _held(value, seen))
+    return [one for place, one in found.items() if place not in known and one.dtype != tf.string]
+
+
+def _held(thing: Any, seen: set[int]) -> Iterator[tf.Variable]:
+    if isinstance(thing, (Mapping, list, tuple)) and id(thing) not in seen:
+        seen.add(id(thing))
+        for part in thing.values() if isinstance(thing, Mapping) else thing:
+            yield from _held(part, seen)
+    elif isinstance(thing, tf.Variable):
+        yield thing
+    elif isinstance(thing, tf.Module):
+        yield from thing.variables
+
+
+def local_statistics(model: Any) -> list[Any]:
+    """The moving statistics that are each rank's own; a list of plain variables has none that could be told."""
+    found: dict[int, Any] = {}
+    for outer in keras_layers(model):
+        import keras  # is loaded where there is a layer
+
+        for layer in layers_of(outer):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                found.update((id(one), one) for one in untrained_of(layer))  # without a frozen gamma
+    return list(found.values())
+
+
+def average_statistics(model: Any) -> None:
+    """Set BatchNormalization's moving statistics to their mean over the ranks; a collective.
+
+    Before evaluation and before a checkpoint: otherwise both use the statistics of one rank's samples. (The mean of the
+    variances leaves out how far the ranks' means are apart, which is little when samples are dealt out at random.)
+
+    Args:
+        model: nothing happens where it has none.
+    Raises:
+        InvalidArgumentError: a model that is not built, or a call inside ``tf.function``.
+    """
+    require_eager("average_statistics")
+    statistics = local_statistics(model)
+    if not statistics or hvd.size() == 1:
+        return
+    sent = [tf.convert_to_tensor(one.value) for one in statistics]
+    wide = [tf.cast(one, tf.float64) for one in sent]
+    means = hvd.grouped_allreduce(wide, op=hvd.Average, name="hvdkit.statistics")
+    for variable, mean in zip(statistics, means, strict=True):
+        variable.assign(tf.cast(mean, variable.dtype))
 
 
 def by_name(optimizer: Any) -> dict[str, Any]:
@@ -186,7 +256,7 @@ def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
         rows += distributed_rows(optimizers)
     agreement.require_same_rows(RANKS, rows)
     broadcast_variables(variables, root)
-    seeds.move_to_own_stream(generator_states(model))
+    seeds.move_to_own_stream(generators_of(model))
 
 
 def broadcast_variables(variables: Iterable[Any], root: int) -> None:

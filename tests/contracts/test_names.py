@@ -61,7 +61,7 @@ FILES = {
     "seeds": (("seeds",), "seeds"),
 }
 """Step: where its framework-neutral part is in steps/, and the file of that name in every adapter."""
-SEVERAL = {"monitor", "elastic", "loss", "batch_norm", "divergence", "outer", "private", "sharded"}
+SEVERAL = {"monitor", "elastic", "loss", "divergence", "outer", "private", "sharded"}
 """Files of two or three adapters, where the framework needs them."""
 
 

@@ -24,15 +24,16 @@ def make_model() -> Any:
 @on_ranks(*KERAS)
 def test_layers_and_what_they_never_train(hk):
     from hvdkit.keras import private
+    from hvdkit.tf_shared.keras_layers import layers_of, untrained_of
 
     model = make_model()
-    names = [layer.name for layer in private.layers_of(model, include_self=False)]
+    names = [layer.name for layer in layers_of(model, include_self=False)]
     assert {"inside", "norm", "out"} <= set(names) and model.name not in names
     assert private.unbuilt_layers(model) == []
-    by_name = {layer.name: layer for layer in private.layers_of(model)}
+    by_name = {layer.name: layer for layer in layers_of(model)}
     by_name["inside"].trainable = False
-    assert private.untrained_of(by_name["inside"]) == []
-    assert [one.name for one in private.untrained_of(by_name["norm"])] == ["moving_mean", "moving_variance"]
+    assert untrained_of(by_name["inside"]) == []
+    assert [one.name for one in untrained_of(by_name["norm"])] == ["moving_mean", "moving_variance"]
 
 
 @on_ranks(*KERAS)
@@ -71,6 +72,7 @@ def test_random_states_are_read_and_put_back(hk):
     import keras
 
     from hvdkit.keras import private
+    from hvdkit.tf_shared.keras_layers import keras_generator
 
     def draw() -> list[Any]:
         numbers = [keras.random.uniform(())]
@@ -84,14 +86,14 @@ def test_random_states_are_read_and_put_back(hk):
             numbers.append(tf.random.get_global_generator().uniform(()))
         return [float(keras.ops.convert_to_numpy(one)) for one in numbers]
 
-    generator = private.keras_generator() or private.keras_generator(make=True)
+    generator = keras_generator() or keras_generator(make=True)
     draw()
     before, backend = np.array(keras.ops.convert_to_numpy(generator.state)), private.backend_state().copy()
     first = draw()
     assert draw() != first
     generator.state.assign(before)
     private.set_backend_state(backend)
-    assert private.keras_generator() is generator and draw() == first
+    assert keras_generator() is generator and draw() == first
 
 
 @on_ranks(*KERAS)

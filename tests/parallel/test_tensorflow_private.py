@@ -69,8 +69,9 @@ def test_seeds_and_generators_go_on_where_they_were(hk, world):
     import tensorflow as tf
 
     from hvdkit.tensorflow import private
+    from hvdkit.tf_shared.keras_layers import keras_generator
 
-    assert private.eager_seeds() is private.global_generator() is private.keras_generator() is None
+    assert private.eager_seeds() is private.global_generator() is keras_generator() is None
     tf.random.set_seed(3)
     state = private.eager_seeds()
     tf.random.normal([1])
@@ -78,8 +79,8 @@ def test_seeds_and_generators_go_on_where_they_were(hk, world):
     private.set_eager_seeds(state)
     assert private.eager_seeds() == state
     assert private.global_generator() is None and tf.random.get_global_generator() is private.global_generator()
-    made = private.keras_generator(make=True)
-    assert made is private.keras_generator()
+    made = keras_generator(make=True)
+    assert made is keras_generator()
     before = np.array(made.state)
     keras.random.normal([2])
     assert not np.array_equal(before, made.state)
@@ -91,15 +92,16 @@ def test_models_and_data_sets_have_the_parts_that_are_looked_for(hk, world):
     import tensorflow as tf
 
     from hvdkit.tensorflow import private
+    from hvdkit.tf_shared.keras_layers import layers_of, untrained_of
 
     layers = keras.layers
     inner = keras.Sequential([keras.Input((2,)), layers.BatchNormalization()])
     model = keras.Sequential([keras.Input((2,)), inner, layers.Dense(1)])
-    flat = private.flat_layers(model)
+    flat = layers_of(model)
     norm = inner.layers[0]
     assert norm in flat and model in flat
     norm.trainable = False
-    assert private.statistics_of(norm) == [norm.moving_mean, norm.moving_variance] != norm.non_trainable_variables
+    assert untrained_of(norm) == [norm.moving_mean, norm.moving_variance] != norm.non_trainable_variables
     masked = layers.Masking()(np.zeros((1, 2, 3), np.float32))
     assert private.has_mask([masked]) and not private.has_mask(tf.zeros(3))
     numbers = private.DatasetOver(tf.data.Dataset.range(4).batch(2))

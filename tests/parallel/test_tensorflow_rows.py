@@ -12,21 +12,21 @@ SAMPLES = 10
 def test_rows_are_those_of_the_arrays(hk, world, everyone, tmp_path, where):
     import tensorflow as tf
 
-    from hvdkit.tensorflow import rows
+    from hvdkit.tensorflow import data
 
-    width = rows.LARGE // 4 if where == "large rows" else 3
+    width = data.LARGE // 4 if where == "large rows" else 3
     x = np.arange(SAMPLES * width, dtype=np.float32).reshape(SAMPLES, width)
     if where == "mapped":
         path = tmp_path / f"{world.rank}.npy"
         np.save(path, x)
         x = np.load(path, mmap_mode="r")
-    limit = rows.SMALL
-    rows.SMALL = limit if where in ("copied", "mapped") else 0
+    limit = data.SMALL
+    data.SMALL = limit if where in ("copied", "mapped") else 0
     try:
         loader = hk.shard((x, np.arange(SAMPLES)), world, 2)
-        copied = isinstance(rows.within_tensorflow(x), tf.Tensor)
+        copied = isinstance(data.within_tensorflow(x), tf.Tensor)
     finally:
-        rows.SMALL = limit
+        data.SMALL = limit
     assert copied == (where in ("copied", "large rows"))
     for _ in range(2):  # epochs
         taken = []

@@ -109,7 +109,7 @@ class RecordTimeline(Callback):
         self._recording.__exit__(None)
 
 
-def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
+def broadcast_state(model: Any, optimizer: Any | None, root: int = 0) -> None:
     """The inside of ``hvdkit.keras.broadcast_state``."""
     world = state.world()
     if not 0 <= root < world.size:
@@ -123,7 +123,7 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
     variables += state.optimizer_variables(optimizers, model)
     if world.size > 1:
         if keras.backend.backend() == "tensorflow":
-            from hvdkit.tensorflow.variables import beside_keras  # loads TensorFlow
+            from hvdkit.tensorflow.state import beside_keras  # loads TensorFlow
 
             variables += beside_keras(model)
         agreement.require_same_rows(TRANSPORT, [*map(state.layout, variables), *distributed_rows(optimizers)])

@@ -39,6 +39,7 @@ from hvdkit.keras.trainer.requirements import UNKNOWN
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, divergence, passes
 from hvdkit.steps.streams import StreamInEpochs
+from hvdkit.tf_shared.keras_layers import layers_of
 from hvdkit.tf_shared.keras_optimizer import require_keras_3, taking_part
 
 _ENDED, _AGREED_ON = -2, -3
@@ -90,7 +91,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
                 weights = "batch and samples" if data.parts == 3 or call.arguments["class_weight"] else "batch"
             if exact and model.compiled:
                 requirements.refuse_what_undoes_weights(model)
-            if any(getattr(layer, "synchronized", False) for layer in private.layers_of(model)):
+            if any(getattr(layer, "synchronized", False) for layer in layers_of(model)):
                 requirements.warn_of_synchronized()
             if not state.world().is_root:
                 call.arguments["verbose"] = 0

@@ -13,10 +13,11 @@ import keras
 import numpy as np
 
 from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
-from hvdkit.keras import private, state
+from hvdkit.keras import state
 from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
 from hvdkit.steps import agreement
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.tf_shared.keras_layers import layers_of
 from hvdkit.tf_shared.keras_optimizer import is_distributed, is_under_a_distributed_one, move_to_loss_scale, shown
 from hvdkit.tf_shared.keras_sharded import shards_in
 
@@ -65,7 +66,7 @@ def refuse_ddp(model: Any) -> None:
         return
     from torch.nn.parallel import DistributedDataParallel
 
-    held = [one for layer in private.layers_of(model) for one in [*vars(layer).values(), *layer.modules()]]
+    held = [one for layer in layers_of(model) for one in [*vars(layer).values(), *layer.modules()]]
     if any(isinstance(one, DistributedDataParallel) for one in held):
         raise InvalidArgumentError(
             f"the model {model.name!r} is in a DistributedDataParallel, which averages its gradients over the ranks of "

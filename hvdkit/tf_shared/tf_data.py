@@ -1,4 +1,9 @@
-"""Samples of ``tf.data`` as arrays, and an iterator that counts; for ``hvdkit.tensorflow`` and ``hvdkit.keras``."""
+"""Parts of ``tf.data`` that ``hvdkit.tensorflow`` and ``hvdkit.keras`` are made of: checks, data sets, an iterator.
+
+``tf.data`` optimizes a function's graph anew for each iteration, for some milliseconds, unless the function is marked
+as one for a single device. And ``map`` traces what it is given, so that a data set made for one epoch traces it anew.
+The data sets here have functions of hvdkit's own, and begin an iteration in two milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,17 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+from tensorflow.python.data.ops.structured_function import StructuredFunctionWrapper
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.passes import Pass
+
+_NO_SEED = 87654321  # TensorFlow's, where none is set
+
+
+# What shard takes -----------------------------------------------------------------------------------------------------
 
 
 def in_memory(dataset: Any) -> Any:
@@ -44,17 +56,6 @@ def has_first(samples: int, dataset: tf.data.Dataset, arrays: Any) -> bool:
     known = {hash(tuple(row.tobytes() for row in rows)) for rows in zip(*tf.nest.flatten(arrays), strict=True)}
     again = (tf.nest.flatten(sample) for sample in dataset.take(samples).as_numpy_iterator())
     return all(hash(tuple(np.asarray(part).tobytes() for part in sample)) in known for sample in again)
-
-
-def untuned(whole: tf.data.Dataset) -> tf.data.Dataset:
-    """The same without TensorFlow's tuner, for a pipeline of hvdkit's alone, which has nothing to tune.
-
-    The tuner's thread, which the end of an epoch waits for, can miss that it is to end: it then sleeps out its period,
-    up to a minute, and as long as the clock was set back beside it.
-    """
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return whole.with_options(options)
 
 
 _RAGGED = (
@@ -162,6 +163,90 @@ def _are_mapped_batches(dataset: tf.data.Dataset) -> bool:
             return True
         (dataset,) = dataset._inputs()
     return False
+
+
+# Data sets and an iterator of hvdkit's own ----------------------------------------------------------------------------
+
+
+def untuned(whole: tf.data.Dataset) -> tf.data.Dataset:
+    """The same without TensorFlow's tuner, for a pipeline of hvdkit's alone, which has nothing to tune.
+
+    The tuner's thread, which the end of an epoch waits for, can miss that it is to end: it then sleeps out its period,
+    up to a minute, and as long as the clock was set back beside it.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return whole.with_options(options)
+
+
+def traced(function: Callable[..., Any], spec: Any) -> StructuredFunctionWrapper:
+    """A function for the data sets below, once for all of those whose elements are of the type ``spec``."""
+    marks = {"experimental_ints_on_device": True}
+    return StructuredFunctionWrapper(function, "shard()", input_structure=spec, defun_kwargs=marks)
+
+
+class Shuffled(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
+    """``source.shuffle(buffer, seed, reshuffle_each_iteration=False)``, which by itself reads TensorFlow's seed, too.
+
+    That seed is each rank's own, and the order must be the same on all.
+    """
+
+    def __init__(self, source: tf.data.Dataset, buffer: int, seed: int) -> None:
+        seeds = {"seed": tf.constant(_NO_SEED, tf.int64), "seed2": tf.constant(seed, tf.int64)}
+        size = tf.constant(buffer, tf.int64)
+        variant = tf.raw_ops.ShuffleDataset(
+            input_dataset=source._variant_tensor,
+            buffer_size=size,
+            **seeds,
+            reshuffle_each_iteration=False,
+            **source._flat_structure,
+        )
+        super().__init__(source, variant)
+
+
+class Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
+    """``source.map(function)``, one element after the other; StopIteration in a Python function ends it."""
+
+    def __init__(self, source: tf.data.Dataset, function: StructuredFunctionWrapper) -> None:
+        self._function = function
+        made = function.function
+        variant = self._variant(source._variant_tensor, f=made, other_arguments=made.captured_inputs)
+        super().__init__(source, variant)
+
+    def _variant(self, source: tf.Tensor, **function: Any) -> tf.Tensor:
+        return tf.raw_ops.MapDataset(
+            input_dataset=source, **function, preserve_cardinality=False, force_synchronous=True, **self._flat_structure
+        )
+
+    @property
+    def element_spec(self) -> Any:
+        """As of what the function returns."""
+        return self._function.output_structure
+
+    def _functions(self) -> list[Any]:
+        return [self._function]
+
+
+class MappedByTwo(Mapped):
+    """``source.map(function, num_parallel_calls=2, deterministic=True)``."""
+
+    def _variant(self, source: tf.Tensor, **function: Any) -> tf.Tensor:
+        calls = tf.constant(2, tf.int64)
+        return tf.raw_ops.ParallelMapDatasetV2(
+            input_dataset=source, **function, num_parallel_calls=calls, deterministic="true", **self._flat_structure
+        )
+
+
+class Flattened(Mapped):
+    """``source.flat_map(function)``."""
+
+    def _variant(self, source: tf.Tensor, **function: Any) -> tf.Tensor:
+        return tf.raw_ops.FlatMapDataset(input_dataset=source, **function, **self._flat_structure)
+
+    @property
+    def element_spec(self) -> Any:
+        """As of the data sets that the function returns."""
+        return self._function.output_structure.element_spec
 
 
 class CountedIterator(OwnedIterator):  # type: ignore[misc]

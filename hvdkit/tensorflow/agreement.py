@@ -66,7 +66,18 @@ def check_agreement(
         numbers.update(facts)
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
-        _compare(variables, owners, numbers, fixes)
+        rows = [*map(state.layout, variables), *numbers]
+        values = [*digests(variables), *(agreement.digest(np.float64(number)) for number in numbers.values())]
+
+        def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
+            if position >= len(variables):
+                name, number = list(numbers.items())[position - len(variables)]
+                return name, np.array(number)
+            variable = variables[position]
+            path = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+            return owners[position] + path, native(variable).numpy()
+
+        agreement.require_same_values(state.RANKS, rows, values, value_at, fixes)
     seeds.require_own_stream()
 
 
@@ -118,21 +129,6 @@ def _collect_numbers(numbers: dict[str, float], prefix: str, value: Any) -> None
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             _collect_numbers(numbers, f"{prefix}.{index}", item)
-
-
-def _compare(variables: Sequence[Any], owners: Sequence[str], numbers: dict[str, float], fixes: dict[str, str]) -> None:
-    rows = [*map(state.layout, variables), *numbers]
-    values = [*digests(variables), *(agreement.digest(np.float64(number)) for number in numbers.values())]
-
-    def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
-        if position >= len(variables):
-            name, number = list(numbers.items())[position - len(variables)]
-            return name, np.array(number)
-        variable = variables[position]
-        path = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-        return owners[position] + path, native(variable).numpy()
-
-    agreement.require_same_values(state.RANKS, rows, values, value_at, fixes)
 
 
 def digests(variables: Sequence[Any]) -> npt.NDArray[np.int64]:

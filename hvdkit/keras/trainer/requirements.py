@@ -240,20 +240,6 @@ def weighing(model: Any, weights: str) -> Iterator[None]:
         unread = []
         return result
 
-    compute_loss, aggregate = _weighing_added_losses(model, weights, plain["compute_loss"], plain[names[2]])
-    vars(model).update(dict(train_step=train_step, compute_loss=compute_loss, _aggregate_additional_loss=aggregate))
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(model).pop(name, None)
-        vars(model).update(before)
-
-
-def _weighing_added_losses(
-    model: Any, weights: str, plain: Callable[..., Any], plain_aggregate: Callable[..., Any]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Keras' ``compute_loss``, and what takes each of the layers' losses into it."""
     by_batch = None
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -262,13 +248,20 @@ def _weighing_added_losses(
         by_batch = keras.tree.flatten(given)[0] if model in _STEPPING and given is not None else None
         if by_batch is not None and weights != "batch":
             _refuse_added_losses(model)
-        return plain(*args, **kwargs)
+        return plain["compute_loss"](*args, **kwargs)
 
     def aggregate(loss: Any) -> Any:
-        total = plain_aggregate(loss)
+        """Each of the layers' losses, weighed as its batch."""
+        total = plain["_aggregate_additional_loss"](loss)
         return total if by_batch is None else total * keras.ops.cast(by_batch[0], total.dtype)
 
-    return compute_loss, aggregate
+    vars(model).update(dict(train_step=train_step, compute_loss=compute_loss, _aggregate_additional_loss=aggregate))
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(model).pop(name, None)
+        vars(model).update(before)
 
 
 def _refuse_added_losses(model: Any) -> None:

@@ -45,6 +45,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
     _rates = staticmethod(keras_schedule.rates)
     _set_rates = staticmethod(keras_schedule.set_rates)
     _branch = staticmethod(seeds.branch)
+    _broadcast = staticmethod(broadcast_state)
 
     def _is_started(self) -> bool:
         return state.is_started()
@@ -53,7 +54,9 @@ class Checkpoints(ModelCheckpoints[Saved]):
         return TRANSPORT
 
     def _optimizers(self, model: Any, optimizer: Any) -> Any:
-        return meant_by(optimizer, model) or None
+        meant = meant_by(optimizer, model) or None
+        keras_sharded_files.prepare(meant, lambda: model.trainable_variables)
+        return meant
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:
         facts = {
@@ -80,23 +83,12 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
         return put
 
-    def _save(self, model: Any, optimizer: Any, *arguments: Any) -> Any:
-        keras_sharded_files.prepare(optimizer, lambda: model.trainable_variables)
-        return super()._save(model, optimizer, *arguments)
-
-    def _load(self, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
-        keras_sharded_files.prepare(optimizer, lambda: model.trainable_variables)
-        return super()._load(model, optimizer, *arguments, **options)
-
     def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:
         return keras_sharded_files.writer(optimizer, self._ranks())
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
         slots = state.read_own_slots(saved.path / "optimizer.npz", optimizer)
         return lambda: keras_sharded_files.assign(slots)
-
-    def _broadcast(self, model: Any, optimizer: Any) -> None:
-        broadcast_state(model, optimizer, 0)
 
     def _random_states(self, model: Any) -> Any:
         state.model_variables(model)
@@ -209,19 +201,17 @@ class Checkpoint(Callback):
             self._save(self._epoch, None)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._save(epoch + 1, self._score(logs or {}))
+        score, logs = None, logs or {}
+        if self._monitor is not None:
+            if self._monitor not in logs:
+                raise InvalidArgumentError(f"monitor must be one of the logs {', '.join(logs)}, got {self._monitor!r}.")
+            score = self._sign * float(logs[self._monitor])
+        self._save(epoch + 1, score)
 
     def _save(self, epoch: int, score: float | None) -> None:
         model = self.model
         step = max(int(state.number(one.iterations)) for one in held_by(model).values())
         self._checkpoints.save(model, model.optimizer, step=step, loader=self._data(), score=score, epoch=epoch)
-
-    def _score(self, logs: dict[str, Any]) -> float | None:
-        if self._monitor is None:
-            return None
-        if self._monitor not in logs:
-            raise InvalidArgumentError(f"monitor must be one of the logs {', '.join(logs)}, got {self._monitor!r}.")
-        return self._sign * float(logs[self._monitor])
 
     def _data(self) -> Any:
         """What ``fit`` trains on, where Keras' epochs are its passes."""

@@ -12,7 +12,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.steps.outer import OuterLoop, OuterOptions, group_of
+from hvdkit.steps.outer import OuterOptions, group_of
 from hvdkit.tf_shared import keras_optimizer, keras_outer, keras_sharded
 from hvdkit.tf_shared.keras_layers import common_names
 
@@ -33,13 +33,11 @@ def distribute(
     steps = None
     if outer is not None:
         process_set = group_of(state.world(), TRANSPORT, process_set, getattr(TRANSPORT, "hvd", None))
-        outer_steps = OuterLoop(keras_outer.with_accumulation(outer, optimizer), TRANSPORT)
-        steps = keras_outer.KerasOuterLoop(outer_steps, common_names)
+        steps = keras_outer.KerasOuterLoop(outer, optimizer, TRANSPORT, common_names)
     reduce, ranks = TRANSPORT.reducer(options, process_set)
     shard = None
     if shard_state and TRANSPORT.size() > 1:
-        sharing = keras_sharded.Sharing(TRANSPORT.rank(), TRANSPORT.size(), TRANSPORT.share)
-        shard = partial(keras_sharded.shard, sharing=sharing)
+        shard = partial(keras_sharded.shard, rank=TRANSPORT.rank(), size=TRANSPORT.size(), share=TRANSPORT.share)
     return keras_optimizer.distribute_optimizer(optimizer, options, reduce, ranks, steps, shard)
 
 

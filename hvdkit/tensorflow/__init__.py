@@ -17,7 +17,7 @@ from hvdkit.steps import metrics as averages
 from hvdkit.steps import passes, starting
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.outer import OuterLoop, average_weights, end_windows, group_of, wanted
+from hvdkit.steps.outer import average_weights, end_windows, group_of, wanted
 from hvdkit.steps.shard_state import require_alone
 from hvdkit.steps.shards import Shard, steps_per_epoch
 from hvdkit.steps.topology import Topology
@@ -221,13 +221,11 @@ def distribute(
         if shard_state and hvd.size() > 1:
             from hvdkit.tf_shared import keras_sharded, tf_ranks
 
-            sharing = keras_sharded.Sharing(hvd.rank(), hvd.size(), tf_ranks.share)
-            shard = partial(keras_sharded.shard, sharing=sharing)
+            shard = partial(keras_sharded.shard, rank=hvd.rank(), size=hvd.size(), share=tf_ranks.share)
         if outer_options is not None:
             from hvdkit.tf_shared import keras_outer
 
-            counted = keras_outer.with_accumulation(outer_options, tape_or_optimizer)
-            steps = keras_outer.KerasOuterLoop(OuterLoop(counted, RANKS), numbered_names)
+            steps = keras_outer.KerasOuterLoop(outer_options, tape_or_optimizer, RANKS, numbered_names)
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, steps, shard)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdkit.core.communicator import Communicator
 from hvdkit.steps.outer import Array, OuterLoop, OuterOptions, Weights
 
 
@@ -54,12 +55,22 @@ class KerasOuterLoop:
     """Takes the outer steps around what an optimizer applies.
 
     Args:
-        steps: takes them.
+        options: where the optimizer accumulates gradients by itself, of the calls that change weights.
+        optimizer: a Keras 3 optimizer.
+        ranks: all of the job.
         names_of: names of variables that are equal on all ranks.
     """
 
-    def __init__(self, steps: OuterLoop, names_of: Callable[[Sequence[Any]], Sequence[str]]) -> None:
-        self._steps, self._names_of = steps, names_of
+    def __init__(
+        self,
+        options: OuterOptions,
+        optimizer: Any,
+        ranks: Communicator,
+        names_of: Callable[[Sequence[Any]], Sequence[str]],
+    ) -> None:
+        passes = getattr(optimizer, "gradient_accumulation_steps", None) or 1
+        counted = replace(options, every=options.every * passes, overlap=options.overlap * passes)
+        self._steps, self._names_of = OuterLoop(counted, ranks), names_of
 
     def _begin(self, optimizer: Any, variables: Sequence[Any], held: Sequence[Any] | None = None) -> None:
         weights = KerasWeights(optimizer, variables, self._names_of(variables))
@@ -151,9 +162,3 @@ class KerasOuterLoop:
             list(trained),
         )
         return trained, *rest
-
-
-def with_accumulation(options: OuterOptions, optimizer: Any) -> OuterOptions:
-    """Options that count the calls of an optimizer which accumulates gradients by itself."""
-    passes = getattr(optimizer, "gradient_accumulation_steps", None) or 1
-    return replace(options, every=options.every * passes, overlap=options.overlap * passes)

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -35,26 +34,15 @@ _NUMBERS = itertools.count()
 _BY_CHECKPOINTS = ContextVar("hvdkit_by_checkpoints", default=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """How owners give their pieces to all ranks.
-
-    Attributes:
-        rank, size: this process among all.
-        share: gets what pieces are here (flat), the rank that owns each, and a name; returns the owners'. A collective.
-    """
-
-    rank: int
-    size: int
-    share: Share
-
-
 # Which optimizers ----------------------------------------------------------------------------------------------------
 
 
-def shard(optimizer: Any, sharing: Sharing) -> None:
+def shard(optimizer: Any, *, rank: int, size: int, share: Share) -> None:
     """Divide the state of an optimizer, and of those inside it, that is about to be distributed.
 
+    Args:
+        rank, size: this process among all.
+        share: gets what pieces are here (flat), the rank that owns each, and a name; returns the owners'. A collective.
     Raises:
         InvalidArgumentError: one whose updates, settings or state cannot be divided.
     """
@@ -70,7 +58,7 @@ def shard(optimizer: Any, sharing: Sharing) -> None:
         tf_ranks.IN_ANY_GRAPH["ignore_name_scope"] = True
     may_cut = [_may_be_cut(leaf) for leaf in leaves]  # all of them, before anything is changed
     for leaf, cuts in zip(leaves, may_cut, strict=True):
-        _shard(leaf, sharing, cuts)
+        _shard(leaf, Shards(type(leaf), rank, size, share, cuts))
 
 
 def leaves_of(optimizer: Any) -> list[Any]:
@@ -80,15 +68,23 @@ def leaves_of(optimizer: Any) -> list[Any]:
     return list(optimizer.optimizers) if hasattr(optimizer, "optimizers") else [optimizer]
 
 
-def _shard(optimizer: Any, sharing: Sharing, may_cut: bool) -> None:
+def _shard(optimizer: Any, shards: Shards) -> None:
     base, built = type(optimizer), optimizer.built
-    shards = Shards(base, sharing, may_cut)
-    before = WholeState.of(optimizer) if built else None
+    if built:
+        variables, shared = list(optimizer._trainable_variables), list(map(_numbers, _shared_by_variables(optimizer)))
+        kept = slots_of(optimizer).items()
+        slots = {name: [None if one is None else _numbers(one) for one in of_all] for name, of_all in kept}
     cls = named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(_members(base))))
     object.__setattr__(optimizer, "__class__", cls)
     optimizer.__dict__[_ATTRIBUTE] = shards
-    if before is not None:
-        shards.rebuild(optimizer, before)
+    if built:
+        shards.rebuild(optimizer, variables, slots, shared)
+
+
+def _shared_by_variables(optimizer: Any) -> list[Any]:
+    """What an optimizer keeps beside slots, iterations and learning rate, in its order."""
+    own = set(map(id, (*slot_variables(optimizer), optimizer._iterations, optimizer._learning_rate)))
+    return [one for one in optimizer.variables if id(one) not in own]
 
 
 def shards_of(optimizer: Any) -> Shards | None:
@@ -258,37 +254,12 @@ def _without_autograd() -> AbstractContextManager[Any]:
 # One optimizer -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WholeState:
-    """State of an optimizer that was built for all variables.
-
-    Attributes:
-        slots: by attribute, a value for each variable.
-        shared: all other variables' values but iterations and learning rate, in their order.
-        variables: for which it was built.
-    """
-
-    slots: dict[str, list[Array | None]]
-    shared: list[Array]
-    variables: list[Any]
-
-    @classmethod
-    def of(cls, optimizer: Any) -> WholeState:
-        slots = slots_of(optimizer)
-        own = set(map(id, (*slot_variables(optimizer), optimizer._iterations, optimizer._learning_rate)))
-        return cls(
-            {name: [None if one is None else _numbers(one) for one in kept] for name, kept in slots.items()},
-            [_numbers(one) for one in optimizer.variables if id(one) not in own],
-            list(optimizer._trainable_variables),
-        )
-
-
 class Shards:
     """How the state of one optimizer is divided, and its steps.
 
     Args:
         base: the user's class.
-        sharing: see there.
+        rank, size, share: see ``shard``.
         may_cut: whether variables may be cut.
     Attributes:
         variables: all that the optimizer trains.
@@ -297,8 +268,8 @@ class Shards:
             what a rank updates that has nothing to update, so that what all share goes on alike.
     """
 
-    def __init__(self, base: type, sharing: Sharing, may_cut: bool) -> None:
-        self._base, self._sharing, self._may_cut = base, sharing, may_cut
+    def __init__(self, base: type, rank: int, size: int, share: Share, may_cut: bool) -> None:
+        self._base, self._rank, self._size, self._share, self._may_cut = base, rank, size, share, may_cut
         self.variables: list[Any] = []
         self.pieces: list[Piece] = []
         self.own: list[tuple[Piece | None, Any]] = []
@@ -318,8 +289,8 @@ class Shards:
                     "shard_state out."
                 )
         sizes = [int(np.prod(variable.shape)) for variable in self.variables]
-        self.pieces = divide(sizes, self._sharing.size, () if self._may_cut else range(len(sizes)))
-        mine = [piece for piece in self.pieces if piece.owner == self._sharing.rank]
+        self.pieces = divide(sizes, self._size, () if self._may_cut else range(len(sizes)))
+        mine = [piece for piece in self.pieces if piece.owner == self._rank]
         self.own = [(piece, _stand_in(piece, self.variables[piece.place])) for piece in mine]
         spare = keras.Variable(
             initializer="zeros",
@@ -335,20 +306,30 @@ class Shards:
         optimizer.__dict__.update(dict(zip(_LISTS, (self.variables[:], places), strict=True)))
         self._whole_of = {optimizer._var_key(one): self.variables[p.place] for p, one in self.own if p is not None}
 
-    def rebuild(self, optimizer: Any, state: WholeState) -> None:
-        """Divide an optimizer that was built for all variables, and keep this rank's part of its state."""
+    def rebuild(
+        self, optimizer: Any, variables: list[Any], slots: dict[str, list[Array | None]], shared: list[Array]
+    ) -> None:
+        """Divide an optimizer that was built for all variables, and keep this rank's part of its state.
+
+        Args:
+            variables: for which it was built.
+            slots: by attribute, a value for each variable.
+            shared: the values of ``_shared_by_variables``.
+        """
         for variable in optimizer.variables:
             if variable is not optimizer._iterations and variable is not optimizer._learning_rate:
                 optimizer._untrack_variable(variable)
         optimizer.__dict__["_trainable_variables_indices"] = {}
         optimizer.built = False
-        optimizer.build(state.variables)
-        apart = set(map(id, (*slot_variables(optimizer), optimizer._iterations, optimizer._learning_rate)))
-        shared = [one for one in optimizer.variables if id(one) not in apart]
-        for variable, value in zip(shared, state.shared, strict=True):
+        optimizer.build(variables)
+        for variable, value in zip(_shared_by_variables(optimizer), shared, strict=True):
             variable.assign(value)
-        for slot, value in self.parts_of(optimizer, state.slots):
-            slot.assign(value)
+        for name, kept in slots_of(optimizer).items():
+            for (piece, _), slot in zip(self.own, kept, strict=True):
+                whole = None if piece is None else slots[name][piece.place]
+                if piece is not None and slot is not None and whole is not None:
+                    cut = piece.cut and whole.size == int(np.prod(variables[piece.place].shape))
+                    slot.assign(whole.reshape(-1)[piece.start : piece.stop] if cut else whole)
 
     def outline(self, optimizer: Any) -> Any:
         """An optimizer like this one, built for all variables, whose slots hold nothing."""
@@ -363,16 +344,6 @@ class Shards:
         one.__dict__["add_variable"] = add_variable
         one.build(self.variables)
         return one
-
-    def parts_of(self, optimizer: Any, slots: dict[str, list[Array | None]]) -> Iterator[tuple[Any, Array]]:
-        """Slots of this rank with their values in the slots of all variables."""
-        for name, kept in slots_of(optimizer).items():
-            for (piece, _), slot in zip(self.own, kept, strict=True):
-                value = None if piece is None else slots[name][piece.place]
-                if piece is not None and slot is not None and value is not None:
-                    size = int(np.prod(self.variables[piece.place].shape))
-                    cut = piece.cut and value.size == size
-                    yield slot, value.reshape(-1)[piece.start : piece.stop] if cut else value
 
     def whole_of(self, optimizer: Any, variable: Any) -> Any:
         """The variable for which one stands in, as Keras' backend has it."""
@@ -437,7 +408,7 @@ class Shards:
             _flat(stand_ins[piece]) if piece in stand_ins else _part(self.variables[piece.place], piece)
             for piece in sent
         ]
-        received = self._sharing.share(tensors, [piece.owner for piece in sent], self._name)
+        received = self._share(tensors, [piece.owner for piece in sent], self._name)
         for place, group in itertools.groupby(zip(sent, received, strict=True), key=lambda one: one[0].place):
             parts, variable = [tensor for _, tensor in group], self.variables[place]
             joined = parts[0] if len(parts) == 1 else keras.ops.concatenate(parts)

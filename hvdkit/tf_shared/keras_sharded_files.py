@@ -167,10 +167,8 @@ def split_whole(optimizers: Mapping[str, Any], values: Sequence[Any], what: str)
 def _layout(name: str, optimizer: Any) -> list[tuple[Key, int] | None]:
     """What each variable of an optimizer is where its state is whole: a slot, and its variable's size; None: shared."""
     leaves = leaves_of(optimizer)
-    if leaves != [optimizer]:
-        inside = [one for number, leaf in enumerate(leaves) for one in _layout_of_leaf(name, number, leaf)]
-        return [*(None for _ in optimizer._variables), *inside]
-    return _layout_of_leaf(name, 0, optimizer)
+    of_the_outer = [None for _ in optimizer._variables] if leaves != [optimizer] else []
+    return [*of_the_outer, *(one for number, leaf in enumerate(leaves) for one in _layout_of_leaf(name, number, leaf))]
 
 
 def _layout_of_leaf(name: str, number: int, optimizer: Any) -> list[tuple[Key, int] | None]:

@@ -29,6 +29,13 @@ except ImportError as error:
         "hvdkit.tensorflow needs TensorFlow, which cannot be imported; run `pip install tensorflow`."
     ) from error
 try:
+    import keras  # noqa: F401 - TensorFlow itself imports it, and goes on where its backend is missing
+except ImportError as error:
+    raise MissingFrameworkError(
+        f"hvdkit.tensorflow needs Keras 3, and importing it failed ({error}); run `pip install keras`, or set "
+        "KERAS_BACKEND=tensorflow."
+    ) from error
+try:
     import horovod.tensorflow as hvd
 except ImportError as error:
     raise MissingFrameworkError(
@@ -46,6 +53,7 @@ from hvdkit.tensorflow.loss import weighted_loss
 from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.seeds import seed_everything
 from hvdkit.tensorflow.state import RANKS, average_statistics, numbered_names
+from hvdkit.tf_shared import keras_optimizer, keras_outer, keras_sharded, tf_ranks
 from hvdkit.tf_shared import tf_streams as streams
 
 __all__ = [
@@ -212,19 +220,13 @@ def distribute(
         raise InvalidArgumentError("this tape is distributed already; call distribute once.")
     averaging.expect_steps()
     if not isinstance(tape_or_optimizer, tf.GradientTape):
-        from hvdkit.tf_shared import keras_optimizer  # loads Keras, which a tape does not need
-
         private.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
         steps = shard = None
         if shard_state and hvd.size() > 1:
-            from hvdkit.tf_shared import keras_sharded, tf_ranks
-
             shard = partial(keras_sharded.shard, rank=hvd.rank(), size=hvd.size(), share=tf_ranks.share)
         if outer_options is not None:
-            from hvdkit.tf_shared import keras_outer
-
             steps = keras_outer.KerasOuterLoop(outer_options, tape_or_optimizer, RANKS, numbered_names)
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, steps, shard)
     if options.backward_passes_per_step != 1:
@@ -360,7 +362,7 @@ def join(model: Any, optimizer: Any | None, world: Topology) -> int:
         InvalidArgumentError: a call inside ``tf.function``, or an optimizer with ``shard_state=True``.
     """
     state.require_eager("join")
-    if any(len(state.shared_variables(one)) < len(one.variables) for one in state.by_name(optimizer).values()):
+    if any(len(keras_sharded.shared_variables(one)) < len(one.variables) for one in state.by_name(optimizer).values()):
         raise InvalidArgumentError(
             "with shard_state=True every rank takes every step, since the others wait for what it updates; shard an "
             "iterable data set, or use remainder='exact', instead of join."

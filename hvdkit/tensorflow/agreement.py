@@ -15,6 +15,7 @@ from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow import seeds, state
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.state import local_statistics, native
+from hvdkit.tf_shared.keras_sharded import shared_variables
 
 _CHUNK = 4 * agreement.CHUNK  # words mixed at once: on a GPU fewer operations count more than a CPU's cache
 _WORDS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
@@ -56,7 +57,7 @@ def check_agreement(
     optimizers = state.by_name(optimizer)
     owners = [""] * len(variables)
     for name, one in optimizers.items():
-        compared = state.shared_variables(one)
+        compared = shared_variables(one)
         owners += [f"{name}: " if len(optimizers) > 1 else ""] * len(compared)
         variables += compared
         _collect_numbers(numbers, name, one.get_config())

@@ -21,6 +21,19 @@ from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
 from hvdkit.tensorflow.state import native
 from hvdkit.tf_shared.keras_layers import plain_path
+from hvdkit.tf_shared.keras_optimizer import make_slots, trained_variables
+from hvdkit.tf_shared.keras_sharded import shared_variables
+from hvdkit.tf_shared.keras_sharded_files import (
+    are_divided,
+    assign,
+    matched,
+    prepare,
+    read_pieces,
+    shared_of,
+    slot_values,
+    split_whole,
+    writer,
+)
 
 _TRAINED = "trained.npy"  # which variables each of several optimizers has slots for
 
@@ -69,25 +82,23 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     def _save(self, model: Any, optimizer: Any, *arguments: Any) -> Any:
         state.require_eager("Checkpoints.save")
-        if optimizer is not None:
-            _divided().prepare(optimizer, lambda: state.trainable_variables(model))
+        prepare(optimizer, lambda: state.trainable_variables(model))
         return super()._save(model, optimizer, *arguments)
 
     def _load(self, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
         state.require_eager("Checkpoints.restore")
-        if optimizer is not None:
-            _divided().prepare(optimizer, lambda: state.trainable_variables(model))
+        prepare(optimizer, lambda: state.trainable_variables(model))
         return super()._load(model, optimizer, *arguments, **options)
 
     def _write_own(self, optimizer: Any) -> Callable[[Path], Path] | None:
-        return None if optimizer is None else _divided().writer(optimizer, self._ranks())
+        return writer(optimizer, self._ranks())
 
     def _read_own(self, saved: Saved, optimizer: Any) -> Callable[[], None]:
-        prefix, pieces = saved.path / "optimizer", _divided().read_pieces(saved.path)
+        prefix, pieces = saved.path / "optimizer", read_pieces(saved.path)
         if pieces is None:
-            _, pieces = _divided().split_whole(optimizer, _values_in_order(prefix, optimizer), str(prefix))
-        slots = _divided().slot_values(optimizer, pieces, str(prefix))
-        return lambda: _divided().assign(slots)
+            _, pieces = split_whole(optimizer, _values_in_order(prefix, optimizer), str(prefix))
+        slots = slot_values(optimizer, pieces, str(prefix))
+        return lambda: assign(slots)
 
     def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
         variables = state.model_variables(model)
@@ -95,8 +106,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
         if optimizer is not None:
             _write_variables(directory / "optimizer", _keyed_slots(optimizer, model))
             if len(optimizer) > 1:
-                from hvdkit.tf_shared.keras_optimizer import trained_variables
-
                 np.save(directory / _TRAINED, trained_variables(optimizer, variables), allow_pickle=False)
 
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:  # noqa: ARG002
@@ -105,8 +114,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
         values = _read_variables(directory / "model", _keyed(variables), type(model).__name__)
         if optimizer is not None:
             if (directory / _TRAINED).exists():
-                from hvdkit.tf_shared.keras_optimizer import make_slots
-
                 make_slots(optimizer, variables, np.load(directory / _TRAINED, allow_pickle=False))
             values += _read_optimizers(directory, optimizer, model)
 
@@ -128,24 +135,18 @@ class Checkpoints(ModelCheckpoints[Saved]):
         seeds.branch(state.generators_of(model), step)
 
 
-def _divided() -> Any:
-    from hvdkit.tf_shared import keras_sharded_files  # loads Keras, which a tape does not need
-
-    return keras_sharded_files
-
-
 def _read_optimizers(directory: Path, optimizers: Mapping[str, Any], model: Any) -> list[tuple[Any, Any]]:
     """The variables of optimizers with their values, but for those that each rank keeps alone."""
     prefix, kinds = directory / "optimizer", " and ".join(type(one).__name__ for one in optimizers.values())
     keyed = _keyed_slots(optimizers, model)
-    pieces, divided = _divided().read_pieces(directory), _divided().are_divided(optimizers)
+    pieces, divided = read_pieces(directory), are_divided(optimizers)
     if not divided and pieces is None:
         return _read_variables(prefix, keyed, kinds)
     values = _values_in_order(prefix, optimizers)
     if pieces is None:
-        values, _ = _divided().split_whole(optimizers, values, str(prefix))
-    found: list[tuple[Any, Any]] = _divided().matched(_divided().shared_of(optimizers), values, str(prefix))
-    return found if divided else found + _divided().slot_values(optimizers, pieces, str(prefix))
+        values, _ = split_whole(optimizers, values, str(prefix))
+    found = matched(shared_of(optimizers), values, str(prefix))
+    return found if divided or pieces is None else found + slot_values(optimizers, pieces, str(prefix))
 
 
 def _values_in_order(prefix: Path, optimizers: Mapping[str, Any]) -> list[Any]:
@@ -180,7 +181,7 @@ def _keyed_slots(optimizers: Mapping[str, Any], model: Any) -> dict[str, tf.Vari
     """All variables of optimizers but those of one rank; those of several with the optimizer's name before theirs."""
     if len(optimizers) == 1:
         return _keyed(state.optimizer_variables(optimizers, model))
-    keyed = {name: _keyed(state.shared_variables(optimizer)) for name, optimizer in optimizers.items()}
+    keyed = {name: _keyed(shared_variables(optimizer)) for name, optimizer in optimizers.items()}
     return {f"{_safe(name)}_{key}": variable for name, mine in keyed.items() for key, variable in mine.items()}
 
 

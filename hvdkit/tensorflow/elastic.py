@@ -30,6 +30,8 @@ from hvdkit.tensorflow.state import (
     native,
     optimizer_variables,
 )
+from hvdkit.tf_shared.keras_optimizer import require_slots
+from hvdkit.tf_shared.keras_sharded import refuse_elastic
 
 _LOST = (tf.errors.UnknownError, tf.errors.InternalError, tf.errors.AbortedError, tf.errors.CancelledError)
 # An operation of Horovod by its type, by its name or by its text; not a file of Horovod in the stack of another one.
@@ -66,14 +68,8 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._optimizers = by_name(optimizer)
-        if self._optimizers:
-            from hvdkit.tf_shared.keras_sharded import refuse_elastic  # loads Keras
-
-            refuse_elastic(self._optimizers)
-        if len(self._optimizers) > 1:
-            from hvdkit.tf_shared.keras_optimizer import require_slots  # loads Keras
-
-            require_slots(self._optimizers, "ElasticState")
+        refuse_elastic(self._optimizers)
+        require_slots(self._optimizers, "ElasticState")
         self._variables = [native(one) for one in (*model_variables(model), *optimizer_variables(optimizer, model))]
         self._begin(hvd, RANKS, loader=require_sharded(loader), schedule=schedule, rule=rule, values=values)
 

@@ -7,12 +7,15 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, passes
 from hvdkit.tensorflow import seeds
+from hvdkit.tf_shared import keras_optimizer
 from hvdkit.tf_shared.keras_layers import generator_states, layers_of, plain_path, untrained_of
+from hvdkit.tf_shared.keras_sharded import shared_variables
 from hvdkit.tf_shared.tf_ranks import TensorflowRanks
 
 RANKS = TensorflowRanks()
@@ -141,8 +144,6 @@ def local_statistics(model: Any) -> list[Any]:
     """The moving statistics that are each rank's own; a list of plain variables has none that could be told."""
     found: dict[int, Any] = {}
     for outer in keras_layers(model):
-        import keras  # is loaded where there is a layer
-
         for layer in layers_of(outer):
             if isinstance(layer, keras.layers.BatchNormalization):
                 found.update((id(one), one) for one in untrained_of(layer))  # without a frozen gamma
@@ -177,10 +178,6 @@ def by_name(optimizer: Any) -> dict[str, Any]:
     Raises:
         InvalidArgumentError: not Keras 3 optimizers.
     """
-    if optimizer is None:
-        return {}
-    from hvdkit.tf_shared import keras_optimizer  # loads Keras, which a tape does not need
-
     named = keras_optimizer.by_name(optimizer)
     for one in named.values():
         if not (hasattr(one, "build") and hasattr(one, "built") and hasattr(one, "variables")):
@@ -225,13 +222,6 @@ def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
     return [variable for one in optimizers for variable in shared_variables(one)]
 
 
-def shared_variables(optimizer: Any) -> list[Any]:
-    """A Keras optimizer's variables, but for those that this rank alone keeps (``shard_state``)."""
-    from hvdkit.tf_shared import keras_sharded  # loads Keras, which a tape does not need
-
-    return keras_sharded.shared_variables(optimizer)
-
-
 def layout(variable: Any) -> str:
     """A variable for the comparison of ranks: name, type and shape."""
     return f"{plain_path(variable)} {native(variable).dtype.name} {tuple(variable.shape)}"
@@ -244,17 +234,10 @@ def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {RANKS.size() - 1}, got {root}.")
     variables = model_variables(model)
     if len(optimizers := by_name(optimizer)) > 1:
-        from hvdkit.tf_shared.keras_optimizer import make_slots, trained_variables
-
-        mine = trained_variables(optimizers, variables)
-        make_slots(optimizers, variables, RANKS.allgather(mine, "hvdkit.trained")[root])
+        mine = keras_optimizer.trained_variables(optimizers, variables)
+        keras_optimizer.make_slots(optimizers, variables, RANKS.allgather(mine, "hvdkit.trained")[root])
     variables += optimizer_variables(optimizers, model)
-    rows = [layout(variable) for variable in variables]
-    if optimizers:
-        from hvdkit.tf_shared.keras_optimizer import distributed_rows
-
-        rows += distributed_rows(optimizers)
-    agreement.require_same_rows(RANKS, rows)
+    agreement.require_same_rows(RANKS, [*map(layout, variables), *keras_optimizer.distributed_rows(optimizers)])
     broadcast_variables(variables, root)
     seeds.move_to_own_stream(generators_of(model))
 

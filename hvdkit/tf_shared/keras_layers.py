@@ -1,17 +1,16 @@
 """What ``hvdkit.keras`` and ``hvdkit.tensorflow`` both ask of Keras: names of variables, layers, random generators.
 
-Keras is imported where it is asked: a tape does not need it. What Keras does not promise here has a test in
-``tests/parallel/test_keras_private.py``.
+What Keras does not promise here has a test in ``tests/parallel/test_keras_private.py``.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import keras
 import numpy as np
 
 from hvdkit.steps.seeds import Seeds, integer
@@ -47,8 +46,6 @@ def untrained_of(layer: Any) -> list[Any]:
 
 def seed_keras(seed: int) -> None:
     """Seed Python's ``random`` and the backend, from which Keras draws; NumPy's generator stays where it is."""
-    import keras
-
     numpys = np.random.get_state()
     keras.utils.set_random_seed(seed)
     np.random.set_state(numpys)
@@ -56,9 +53,7 @@ def seed_keras(seed: int) -> None:
 
 def keras_generator(*, make: bool = False) -> Any:
     """What ``keras.random`` draws from without a seed, or None; asking Keras would make one, from a random number."""
-    if "keras" not in sys.modules and not make:
-        return None
-    from keras.src.backend.common import global_state
+    from keras.src.backend.common import global_state  # within: a version that has none is told in a sentence
     from keras.src.random import seed_generator
 
     if make:
@@ -75,8 +70,6 @@ def generator_states(layers: Iterable[Any]) -> list[Any]:
 
 def state_numbers(state: Any) -> list[int]:
     """The state of a generator: its seed, and the numbers drawn."""
-    import keras
-
     return [int(number) for number in np.asarray(keras.ops.convert_to_numpy(state))]
 
 
@@ -87,8 +80,6 @@ def move_generators(states: Iterable[Any], seeds: Seeds, *purpose: int) -> list[
         states: of ``generator_states``.
         purpose: of the branch of this rank's stream, see ``Seeds.own``.
     """
-    import keras
-
     moved = []
     for state in states:
         seed, drawn = state_numbers(state)

@@ -14,9 +14,9 @@ from hvdkit import __version__
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras import private, seeds, state
-from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
 from hvdkit.keras.optimizer import held_by, meant_by
+from hvdkit.keras.schedule import Warmup
 from hvdkit.keras.trainer.callbacks import Callback, broadcast_state
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.checkpoint import Saved
@@ -24,7 +24,7 @@ from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints
 from hvdkit.tf_shared import keras_sharded_files
-from hvdkit.tf_shared.keras_optimizer import taking_part
+from hvdkit.tf_shared.keras_optimizer import rates, set_rates, taking_part
 
 
 class Checkpoints(ModelCheckpoints[Saved]):
@@ -40,10 +40,10 @@ class Checkpoints(ModelCheckpoints[Saved]):
         wait: seconds to wait for another job that writes there, before an error; 2 for one that is just ending.
     """
 
-    _warmup = keras_schedule.Warmup
+    _warmup = Warmup
     _require_loader = staticmethod(require_sharded)
-    _rates = staticmethod(keras_schedule.rates)
-    _set_rates = staticmethod(keras_schedule.set_rates)
+    _rates = staticmethod(rates)
+    _set_rates = staticmethod(set_rates)
     _branch = staticmethod(seeds.branch)
     _broadcast = staticmethod(broadcast_state)
 

@@ -10,15 +10,15 @@ import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, whole
-from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state as keras_state
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
 from hvdkit.keras.optimizer import meant_by
+from hvdkit.keras.schedule import Warmup
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT, HorovodTransport
 from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.steps.topology import Topology
-from hvdkit.tf_shared.keras_optimizer import require_slots
+from hvdkit.tf_shared.keras_optimizer import rates, require_slots, set_rates
 from hvdkit.tf_shared.keras_sharded import refuse_elastic
 
 try:
@@ -44,7 +44,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
             or another backend.
     """
 
-    _warmup = keras_schedule.Warmup
+    _warmup = Warmup
 
     def __init__(
         self, model: Any, optimizer: Any, *, loader: Any, schedule: Any = None, rule: str = "linear", **values: Any
@@ -75,7 +75,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
 
     def _scale_rates(self, factor: float) -> None:
         optimizers = meant_by(self.optimizer, self.model)
-        keras_schedule.set_rates(optimizers, [rate * factor for rate in keras_schedule.rates(optimizers)])
+        set_rates(optimizers, [rate * factor for rate in rates(optimizers)])
 
     def _place(self, world: Topology) -> Topology:
         return keras_state.follow(world)

@@ -9,13 +9,12 @@ from typing import Any
 import keras
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.keras import state
 from hvdkit.keras.data import trained_on
 from hvdkit.keras.optimizer import held_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.steps import learning_rate
 from hvdkit.steps.topology import Topology
-from hvdkit.tf_shared.keras_optimizer import by_name, inner_optimizers, require_keras_3, shown
+from hvdkit.tf_shared.keras_optimizer import by_name, inner_optimizers, rated, rates, require_keras_3, shown
 
 
 class _Rate(Callback, ABC):
@@ -50,7 +49,7 @@ class _Rate(Callback, ABC):
         """Set the rates to the full ones times ``multiplier``."""
         if self._model is not None:
             _ = self.model  # on jax this brings the variables up to date
-        for (name, optimizer), full in zip(_rated(self._known), self._full, strict=True):
+        for (name, optimizer), full in zip(rated(self._known), self._full, strict=True):
             try:
                 optimizer.learning_rate = full * multiplier
             except (TypeError, AttributeError):
@@ -105,24 +104,6 @@ class _Rate(Callback, ABC):
             now = rates(optimizer)
             if logs is not None and len(now) == 1:
                 logs["learning_rate" if name == "optimizer" else f"{name}_learning_rate"] = now[0]
-
-
-def rates(optimizer: Any) -> list[float]:
-    """The learning rate of an optimizer, or of those of a mapping; of a MultiOptimizer all of them."""
-    return [state.number(one.learning_rate) for _, one in _rated(optimizer)]
-
-
-def set_rates(optimizer: Any, rates: list[float]) -> None:
-    """Set what ``rates`` returned, but for rates that follow a schedule of the optimizer's own."""
-    for (_, one), rate in zip(_rated(optimizer), rates, strict=True):
-        if any(variable.name == "learning_rate" for variable in one.variables):
-            one.learning_rate = rate
-
-
-def _rated(optimizer: Any) -> list[tuple[str, Any]]:
-    """The optimizers that have a learning rate: those inside a MultiOptimizer, else the optimizer itself."""
-    named = by_name(optimizer).items()
-    return [(name, one) for name, outer in named for one in getattr(outer, "optimizers", [outer])]
 
 
 class Warmup(learning_rate.WarmupBase, _Rate):

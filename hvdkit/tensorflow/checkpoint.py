@@ -18,10 +18,10 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.resume import ModelCheckpoints
 from hvdkit.tensorflow import seeds, state
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
+from hvdkit.tensorflow.schedule import Warmup
 from hvdkit.tensorflow.state import native
 from hvdkit.tf_shared.keras_layers import plain_path
-from hvdkit.tf_shared.keras_optimizer import make_slots, trained_variables
+from hvdkit.tf_shared.keras_optimizer import make_slots, rates, set_rates, trained_variables
 from hvdkit.tf_shared.keras_sharded import shared_variables
 from hvdkit.tf_shared.keras_sharded_files import (
     are_divided,
@@ -53,6 +53,8 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     _warmup = Warmup
     _require_loader = staticmethod(require_sharded)
+    _rates = staticmethod(rates)
+    _set_rates = staticmethod(set_rates)
     _broadcast = staticmethod(state.broadcast)
 
     def _is_started(self) -> bool:
@@ -68,17 +70,10 @@ class Checkpoints(ModelCheckpoints[Saved]):
             "tensorflow": tf.__version__,
             "seed": seeds.CURRENT.seed(),
         }
-        return facts if optimizer is None else {**facts, "learning_rates": [*map(get_rate, optimizer.values())]}
+        return facts if optimizer is None else {**facts, "learning_rates": self._rates(optimizer)}
 
     def _optimizers(self, model: Any, optimizer: Any) -> Any:  # noqa: ARG002
         return dict(sorted(state.by_name(optimizer).items())) or None
-
-    def _rates(self, optimizer: Any) -> list[float]:
-        return [get_rate(one) for one in optimizer.values() if has_own_rate(one)]
-
-    def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
-        for one, rate in zip(filter(has_own_rate, optimizer.values()), rates, strict=True):
-            set_rate(one, rate)
 
     def _save(self, model: Any, optimizer: Any, *arguments: Any) -> Any:
         state.require_eager("Checkpoints.save")

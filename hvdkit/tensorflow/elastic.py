@@ -21,7 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.tensorflow import divergence
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
+from hvdkit.tensorflow.schedule import Warmup
 from hvdkit.tensorflow.state import (
     RANKS,
     broadcast_variables,
@@ -30,7 +30,7 @@ from hvdkit.tensorflow.state import (
     native,
     optimizer_variables,
 )
-from hvdkit.tf_shared.keras_optimizer import require_slots
+from hvdkit.tf_shared.keras_optimizer import rates, require_slots, set_rates
 from hvdkit.tf_shared.keras_sharded import refuse_elastic
 
 _LOST = (tf.errors.UnknownError, tf.errors.InternalError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -84,8 +84,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         broadcast_variables(self._variables, root)
 
     def _scale_rates(self, factor: float) -> None:
-        for optimizer in filter(has_own_rate, self._optimizers.values()):
-            set_rate(optimizer, get_rate(optimizer) * factor)
+        set_rates(self._optimizers, [rate * factor for rate in rates(self._optimizers)])
 
     def _peer_errors(self) -> AbstractContextManager[None]:
         return peers()

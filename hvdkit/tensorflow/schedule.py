@@ -13,30 +13,6 @@ from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow.state import require_eager
 
 
-def get_rate(optimizer: Any) -> float:
-    """The learning rate that a Keras optimizer has now."""
-    return float(np.asarray(optimizer.learning_rate))
-
-
-def has_own_rate(optimizer: Any) -> bool:
-    """Whether a Keras optimizer's learning rate is a number that can be set, not a schedule of its own."""
-    return hasattr(optimizer.learning_rate, "assign")
-
-
-def set_rate(optimizer: Any, rate: float) -> None:
-    """Set a Keras optimizer's learning rate.
-
-    Raises:
-        InvalidArgumentError: it follows a schedule of its own.
-    """
-    try:
-        optimizer.learning_rate = rate
-    except (TypeError, AttributeError):
-        raise InvalidArgumentError(
-            "the optimizer's learning rate follows a schedule of its own and cannot be set; make it with a number."
-        ) from None
-
-
 class Warmup(WarmupBase):
     """Multiplies the scaled learning rate by the warmup's multiplier, and then by that of ``after``.
 
@@ -61,7 +37,7 @@ class Warmup(WarmupBase):
     ) -> None:
         self._optimizer = optimizer
         self._begin(world, steps_per_epoch, epochs, rule, after)
-        self._scaled = get_rate(optimizer)
+        self._scaled = float(np.asarray(optimizer.learning_rate))
         self._ahead = 0  # steps that the schedule is further than the optimizer has counted
         self.step()
 
@@ -71,7 +47,13 @@ class Warmup(WarmupBase):
     def step(self) -> None:
         """Set the rate for the next step; after a restored checkpoint the warmup goes on where it was."""
         require_eager("warmup's step")
-        set_rate(self._optimizer, self._scaled * self._multiplier(self._counted() + self._ahead))
+        rate = self._scaled * self._multiplier(self._counted() + self._ahead)
+        try:
+            self._optimizer.learning_rate = rate
+        except (TypeError, AttributeError):
+            raise InvalidArgumentError(
+                "the optimizer's learning rate follows a schedule of its own and cannot be set; make it with a number."
+            ) from None
 
     def follow(self, world: Topology, steps_per_epoch: int) -> None:
         """Become the schedule of another number of ranks; ``go_to`` then sets the rate."""

@@ -138,6 +138,24 @@ def by_name(optimizers: Any) -> dict[str, Any]:
     return {} if optimizers is None else {"optimizer": optimizers}
 
 
+def rated(optimizer: Any) -> list[tuple[str, Any]]:
+    """The optimizers that have a learning rate: those inside a MultiOptimizer, else the optimizer itself."""
+    named = by_name(optimizer).items()
+    return [(name, one) for name, outer in named for one in getattr(outer, "optimizers", [outer])]
+
+
+def rates(optimizer: Any) -> list[float]:
+    """The learning rate of an optimizer, or of those of a mapping; of a MultiOptimizer all of them."""
+    return [float(np.asarray(keras.ops.convert_to_numpy(one.learning_rate))) for _, one in rated(optimizer)]
+
+
+def set_rates(optimizer: Any, rates: list[float]) -> None:
+    """Set what ``rates`` returned, but for rates that follow a schedule of the optimizer's own."""
+    for (_, one), rate in zip(rated(optimizer), rates, strict=True):
+        if any(variable.name == "learning_rate" for variable in one.variables):
+            one.learning_rate = rate
+
+
 def shown(optimizers: Mapping[str, Any]) -> str:
     """Optimizers for a message."""
     return ", ".join(f"{name} ({type(one).__name__})" for name, one in optimizers.items())

@@ -251,3 +251,21 @@ def test_a_gradient_that_one_rank_cannot_average_is_an_error_on_all_and_the_next
     optimizer.apply(gradients(float(world.rank)), weights)
     mean = (world.size - 1) / 2
     assert all(np.allclose(one.numpy(), 1 - mean) for one in weights)
+
+
+@on_ranks("tensorflow")
+def test_checkpoints_of_an_optimizer_that_holds_several(hk, world, tmp_path):
+    import keras
+
+    several = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.25, momentum=0.9))
+    several[".*kernel"] = keras.optimizers.Adam(0.5)
+    optimizer = keras.optimizers.MultiOptimizer(several)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    hk.broadcast_state(model, optimizer)
+    checkpoints = hk.Checkpoints(tmp_path)
+    saved = checkpoints.save(model, optimizer, step=3)
+    assert sorted(saved.metadata["learning_rates"]) == [0.25, 0.5]
+    for one in optimizer.optimizers:
+        one.learning_rate = 1.0
+    assert checkpoints.restore(model, optimizer).step == 3
+    assert sorted(float(one.learning_rate) for one in optimizer.optimizers) == [0.25, 0.5]

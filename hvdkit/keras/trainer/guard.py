@@ -29,7 +29,6 @@ import numpy as np
 from hvdkit.errors import AgreementError, InvalidArgumentError, name_ranks
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import monitor, private, state
-from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras.data import SHARDED, Evaluation, reader_of, set_trained_on
 from hvdkit.keras.optimizer import held_by
 from hvdkit.keras.trainer import evaluation, metrics, requirements, watch
@@ -40,6 +39,7 @@ from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, divergence, passes
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.tf_shared.keras_layers import layers_of
+from hvdkit.tf_shared.keras_optimizer import rates as learning_rates
 from hvdkit.tf_shared.keras_optimizer import require_keras_3, taking_part
 
 _ENDED, _AGREED_ON = -2, -3
@@ -370,7 +370,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
     def _meet(self, epoch: int) -> None:
         """All ranks begin the same epoch, or end together, with the same learning rate."""
         optimizers = held_by(self.model)
-        rates = agreement.digest(np.array(keras_schedule.rates(optimizers)))
+        rates = agreement.digest(np.array(learning_rates(optimizers)))
         data_epoch = self._data.epoch if self._data is not None else 0
         everyone = np.stack(TRANSPORT.allgather(np.array([[epoch, rates, data_epoch]]), "hvdkit.epoch"))[:, 0]
         epochs, all_rates, data_epochs = everyone.T.tolist()

@@ -257,6 +257,14 @@ def test_a_rank_that_is_late_in_the_first_step_alone_is_not_to_blame(tmp_path):
     assert costs == {0: {0: 0, 1: 0, 2: 0}, 1: {0: 0, 1: 0, 2: pytest.approx(799.8)}}
 
 
+def test_steps_that_a_coarse_clock_does_not_tell_apart_are_one(tmp_path):
+    writer = Writer()
+    for start in (1000, 1000, 21_000, 21_000, 41_000, 61_000):
+        writer.exchange(("a",), start)
+    steps = writer.summary(tmp_path).steps
+    assert (steps.count, steps.bytes, steps.first, steps.duration.p50) == (4, 6000, 20_000, 20_000)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "hello", "\x1f\x8b", '[{"ph": "B"}]'])
 def test_a_file_without_operations_is_one_sentence(content, tmp_path, capsys):
     (tmp_path / "no.json").write_text(content)

@@ -93,7 +93,7 @@ def find_steps(columns: TimelineColumns) -> FoundSteps:
     )
     rows = np.isin(columns.tensor, group)
     own = step_numbers(columns.tensor[rows])
-    begins = columns.begin[rows][np.unique(own, return_index=True)[1]]
+    begins = np.unique(columns.begin[rows][np.unique(own, return_index=True)[1]])  # a coarse clock says one twice
     return FoundSteps(np.searchsorted(begins, columns.begin, side="right").astype(np.intp) - 1, rows, begins)
 
 

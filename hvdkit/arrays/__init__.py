@@ -10,14 +10,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import MissingFrameworkError, of_extra
 from hvdkit.observe.step_files import record_steps
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import passes
-from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.same_data import require_same_data
-from hvdkit.steps.shards import Shard, steps_per_epoch
+from hvdkit.steps.shards import steps_per_epoch
 from hvdkit.steps.topology import Topology
 
 try:
@@ -28,15 +25,17 @@ except ImportError as error:
         "mpi4py` with the launcher's MPI loaded."
     ) from error
 
-from hvdkit.arrays import data as arrays_data
-from hvdkit.arrays import device, mpi, schedule
-from hvdkit.arrays import state as arrays_state
+from hvdkit.arrays import mpi
 from hvdkit.arrays.agreement import CheckAgreement, check_agreement
 from hvdkit.arrays.checkpoint import Checkpoints
-from hvdkit.arrays.optimizer import Pending, Reduce
+from hvdkit.arrays.data import shard
+from hvdkit.arrays.device import pin_device
+from hvdkit.arrays.optimizer import Pending, Reduce, distribute
 from hvdkit.arrays.outer import OuterSteps
+from hvdkit.arrays.schedule import warmup
 from hvdkit.arrays.seeds import seed_everything
 from hvdkit.arrays.sharded import ShardedState
+from hvdkit.arrays.state import broadcast_state
 
 __all__ = [
     "CheckAgreement",
@@ -80,92 +79,13 @@ def init() -> Topology:
     return mpi.start(os.environ)
 
 
-# 2 ------------------------------------------------------------------------------------------------------------------
-
-
-def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) -> str:
-    """Give this process one GPU, or its share of the CPU cores (step 2); before the framework looks for devices.
-
-    A GPU is chosen by CUDA_VISIBLE_DEVICES, threads by OMP_NUM_THREADS and its like, for what is loaded from now on.
-
-    Args:
-        world: the job; ``local_rank`` and ``local_size`` are used.
-        kind: "auto" (a GPU where one is visible), "gpu" or "cpu".
-        threads: compute threads; default: OMP_NUM_THREADS, else the usable cores divided by the ranks here.
-    Returns:
-        "cuda:0", the only GPU that is visible from now on, or "cpu".
-    Raises:
-        InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where none is visible.
-        LauncherError: more processes on this host than GPUs.
-    """
-    return device.pin(world, kind, threads, os.environ)
+# 2: pin_device is in device -------------------------------------------------------------------------------------------
 
 
 # 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------
 
 
-def warmup(
-    lr: float,
-    world: Topology,
-    steps_per_epoch: int,
-    epochs: float = 5,
-    rule: str = "linear",
-    after: Callable[[Any], Any] | None = None,
-) -> Callable[[Any], Any]:
-    """Gradual warmup from the base learning rate to the scaled one (step 3), as a function of the step.
-
-    Args:
-        lr: the scaled rate, from ``scale_lr`` with the same rule.
-        world: the job; only ``size`` is used.
-        steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
-        epochs: length of the warmup in epochs; 0 is none.
-        rule: the rule that scaled the rate: "linear", "sqrt" or "none".
-        after: multiplier by the number of steps since the end of the warmup, for a decay that follows it.
-    Returns:
-        The rate after ``step`` completed steps: lr/factor at 0, linear in between, lr from the end of the warmup on.
-        The step may be a number or an array, traced ones of ``jax.jit`` included: it serves as a schedule of optax.
-    Raises:
-        InvalidArgumentError: a number out of range or an unknown rule.
-    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
-    """
-    return schedule.warmup(lr, world, steps_per_epoch, epochs, rule, after)
-
-
-# 4 ------------------------------------------------------------------------------------------------------------------
-
-
-def distribute(
-    parameters: Any,
-    *,
-    op: str = "average",
-    compression: str = "none",
-    backward_passes_per_step: int = 1,
-    comm: Any = None,
-) -> Reduce:
-    """What gives the mean of all ranks' gradients (step 4): ``gradients = reduce(gradients)``. A collective.
-
-    ``pending = reduce.start(gradients)`` goes on at once, ``pending.wait()`` then returns the mean. Gradients written
-    to ``reduce.buffers`` are not copied. Distribute parts of a model one by one to have the first ones travel while the
-    others are computed.
-
-    Args:
-        parameters: containers of arrays of the gradients' shapes and types; None where there is never a gradient.
-        op: "average" or "sum".
-        compression: see ``GradientOptions``; what travels in fewer bytes is added up in float32 or float64. On
-            GPUs "none" alone.
-        backward_passes_per_step: calls whose gradients are added up on each rank before they are exchanged, >= 1; the
-            others return None. They are summed, as elsewhere in hvdkit: divide the loss by their number for a mean.
-        comm: ranks to average over, an mpi4py communicator; default: all.
-    Raises:
-        InvalidArgumentError: bad options, an array whose type has no mean, or no communicator with this rank.
-        AgreementError: the ranks give different names, shapes, types or options, or another rank failed. On every rank.
-    """
-    options = GradientOptions(op, compression, backward_passes_per_step)
-    if op == "adasum":
-        raise InvalidArgumentError("op='adasum' needs Horovod (hvdkit.torch, hvdkit.tensorflow); use average or sum.")
-    among = mpi.duplicate(comm)
-    passes.expect_steps()
-    return Reduce(parameters, options, among, threaded=mpi.threads_may_call())
+# 4: distribute is in optimizer ----------------------------------------------------------------------------------------
 
 
 def average(world: Topology, *, compression: str = "none") -> Any:
@@ -187,9 +107,10 @@ def average(world: Topology, *, compression: str = "none") -> Any:
         AgreementError: when called: the ranks' gradients differ in names, shapes or types. Raised on every rank; inside
             ``jax.jit`` JAX raises an error of its own with these words.
     """
-    from hvdkit.arrays import optax_average  # needs JAX
+    with of_extra("jax", "hvdkit.arrays.average is a transformation of optax for JAX"):
+        from hvdkit.arrays import optax_transformations
 
-    return optax_average.average(world, compression)
+    return optax_transformations.average(world, compression)
 
 
 def shard_state(inner: Any, world: Topology) -> Any:
@@ -216,65 +137,19 @@ def shard_state(inner: Any, world: Topology) -> Any:
         AgreementError: by ``init``: the ranks' parameters differ in names or shapes. Raised on every rank.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1.
     """
-    from hvdkit.arrays import optax_shard  # needs JAX
+    with of_extra("jax", "hvdkit.arrays.shard_state is a transformation of optax for JAX"):
+        from hvdkit.arrays import optax_transformations
 
-    return optax_shard.shard_state(inner, world)
-
-
-# 5 ------------------------------------------------------------------------------------------------------------------
+    return optax_transformations.shard_state(inner, world)
 
 
-def broadcast_state(state: Any, root: int = 0) -> Any:
-    """Give every rank the root's arrays and numbers, bit for bit (step 5): ``state = broadcast_state(state)``.
-
-    Args:
-        state: containers of arrays and numbers: parameters, an optimizer's slots and counters, ...
-        root: rank to copy from.
-    Returns:
-        The state with the root's values, in the same containers and frameworks. NumPy arrays that can be written are
-        overwritten and are the ones returned; other arrays are made anew.
-    Raises:
-        InvalidArgumentError: a root that is not a rank, or something that is no array, number or container.
-        AgreementError: the ranks' states differ in names, shapes or types; raised on every rank.
-    """
-    return arrays_state.broadcast(state, root)
+# 5: broadcast_state is in state ----------------------------------------------------------------------------------------
 
 
-# 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------
+# 6: Checkpoints is in checkpoint ---------------------------------------------------------------------------------------
 
 
-# 7 ------------------------------------------------------------------------------------------------------------------
-
-
-def shard(
-    data: Any,
-    world: Topology,
-    batch_size: int,
-    *,
-    remainder: str = "drop",
-    shuffle: bool = True,
-    seed: int = 0,
-) -> arrays_data.ShardedArrays:
-    """This rank's batches of arrays of samples (step 7): ``for x, y in shard((x, y), world, 64)``.
-
-    Args:
-        data: an array, or a tuple of arrays, with one row for each sample, the same on every rank; ``np.memmap`` stays
-            on disk. Batches are tuples of NumPy arrays.
-        world: the job; rank and size are used.
-        batch_size: samples per step on one rank.
-        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
-            each batch has the samples' weights w, float64 (m,), as its last array: the mean of w * loss on each rank
-            averages to the mean over the global batch.
-        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
-        seed: of the order, the same on every rank.
-    Raises:
-        InvalidArgumentError: arrays of different lengths, or bad numbers.
-        AgreementError: the ranks' arrays differ; raised on every rank. (All call it, as a collective.)
-    """
-    arrays = arrays_data.arrays_of(data)
-    if world.size > 1:
-        require_same_data(mpi.ranks(), world, arrays)
-    return arrays_data.ShardedArrays(arrays, Shard(len(arrays[0]), world, batch_size, remainder, shuffle, seed))
+# 7: shard is in data --------------------------------------------------------------------------------------------------
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import numpy as np
 
 from hvdkit.arrays import mpi, seeds
 from hvdkit.arrays.data import require_sharded
-from hvdkit.arrays.state import Array, read, row
-from hvdkit.arrays.tree import OwnPart
+from hvdkit.arrays.state import read, row
+from hvdkit.arrays.tree import Array, OwnPart
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 

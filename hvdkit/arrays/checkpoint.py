@@ -21,8 +21,7 @@ from hvdkit import __version__
 from hvdkit.arrays import mpi, seeds
 from hvdkit.arrays import state as arrays_state
 from hvdkit.arrays.data import require_sharded
-from hvdkit.arrays.state import Array
-from hvdkit.arrays.tree import OwnPart
+from hvdkit.arrays.tree import Array, OwnPart
 from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.checkpoint import Saved
@@ -95,7 +94,7 @@ class Checkpoints(CheckpointsBase):
         if owned or self._ranks().rank() == 0:
             state = arrays_state.remade(state, leaves, [array for _, _, array in found])
         if self._is_started():
-            state = arrays_state.broadcast(state, 0)
+            state = arrays_state.broadcast_state(state)
         self._go_on_in_data(saved, loader)
         self._go_on_drawing(saved, randoms, state)
         return state, saved

@@ -1,4 +1,4 @@
-"""This rank's part of arrays of samples: the inside of ``hvdkit.arrays.shard``."""
+"""This rank's part of arrays of samples (step 7)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,39 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hvdkit.arrays import tree
+from hvdkit.arrays import mpi, tree
+from hvdkit.arrays.tree import Array
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
+from hvdkit.steps.same_data import require_same_data
+from hvdkit.steps.shards import Batch, InEpochs, Shard, require_loader
+from hvdkit.steps.topology import Topology
 
-Array = npt.NDArray[Any]
 
+def shard(
+    data: Any,
+    world: Topology,
+    batch_size: int,
+    *,
+    remainder: str = "drop",
+    shuffle: bool = True,
+    seed: int = 0,
+) -> ShardedArrays:
+    """This rank's batches of arrays of samples (step 7): ``for x, y in shard((x, y), world, 64)``.
 
-def arrays_of(data: Any) -> tuple[Array, ...]:
-    """The arrays of a data set, each with one row for each sample; memory that NumPy reads is not copied.
-
+    Args:
+        data: an array, or a tuple of arrays, with one row for each sample, the same on every rank; ``np.memmap`` stays
+            on disk. Batches are tuples of NumPy arrays.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+        remainder: what becomes of an epoch's last partial batch, see ``Shard``: "drop", "pad", or "exact", with which
+            each batch has the samples' weights w, float64 (m,), as its last array: the mean of w * loss on each rank
+            averages to the mean over the global batch.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+        seed: of the order, the same on every rank.
     Raises:
-        InvalidArgumentError: no array, or arrays of different lengths.
+        InvalidArgumentError: arrays of different lengths, or bad numbers.
+        AgreementError: the ranks' arrays differ; raised on every rank. (All call it, as a collective.)
     """
     given = data if isinstance(data, (tuple, list)) else (data,)
     arrays = tuple(tree.to_host(one, f"array {number} of the data set") for number, one in enumerate(given))
@@ -30,7 +49,9 @@ def arrays_of(data: Any) -> tuple[Array, ...]:
             "shard needs an array, or a tuple of arrays, with one row for each sample, got lengths "
             f"{', '.join(map(str, lengths)) or 'none'}; give (x, y) with as many x as y."
         )
-    return arrays
+    if world.size > 1:
+        require_same_data(mpi.ranks(), world, arrays)
+    return ShardedArrays(arrays, Shard(len(arrays[0]), world, batch_size, remainder, shuffle, seed))
 
 
 class ShardedArrays(InEpochs):
@@ -51,7 +72,8 @@ class ShardedArrays(InEpochs):
 
     def __iter__(self) -> Iterator[tuple[Array, ...]]:
         begun = self._passes.begin(self._next, self.share)
-        return begun.counting(self._batches(begun.start))
+        batches = self.share.batches(begun.start.epoch, begun.start.samples)
+        return begun.counting(self._rows(batch) for batch in batches)
 
     def evaluation(self) -> Iterator[tuple[Array, ...]]:
         """This rank's batches of an evaluation: each sample once on all ranks together, in the data set's order.
@@ -60,9 +82,6 @@ class ShardedArrays(InEpochs):
         another. No position moves.
         """
         return (self._rows(Batch(indices, 1.0)) for indices in self.share.once())
-
-    def _batches(self, start: Position) -> Iterator[tuple[Array, ...]]:
-        return (self._rows(batch) for batch in self.share.batches(start.epoch, start.samples))
 
     def _rows(self, batch: Batch) -> tuple[Array, ...]:
         rows = tuple(array[batch.indices] for array in self._arrays)

@@ -1,4 +1,4 @@
-"""The mean of all ranks' gradients, waited for or while other things are computed; the inside of ``hvdkit.arrays``.
+"""The mean of all ranks' gradients, waited for or while other things are computed (step 4).
 
 The head, a control word (``hvdkit.core.layout``) before the gradients, travels with them or, when they are many,
 before them. It says of each rank how much its gradients count, which are missing, and whether it failed, so that an
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from hvdkit.arrays import mpi
-from hvdkit.arrays.layout import Layout
+from hvdkit.arrays.buffers import Layout
 from hvdkit.arrays.shared_memory import quiet
 from hvdkit.core import listeners
 from hvdkit.core.communicator import ALLREDUCE
@@ -24,6 +24,40 @@ from hvdkit.steps.gradients import GradientOptions
 
 _SMALLEST, _LARGEST = 1e-15, 1e15  # of a weight: beyond, weight * gradient soon leaves float32
 _UNUSUAL, _FAILED, _WEIGHTED, _WEIGHT = map(Flags._fields.index, ("unusual", "failed", "weighted", "weight"))
+
+
+def distribute(
+    parameters: Any,
+    *,
+    op: str = "average",
+    compression: str = "none",
+    backward_passes_per_step: int = 1,
+    comm: Any = None,
+) -> Reduce:
+    """What gives the mean of all ranks' gradients (step 4): ``gradients = reduce(gradients)``. A collective.
+
+    ``pending = reduce.start(gradients)`` goes on at once, ``pending.wait()`` then returns the mean. Gradients written
+    to ``reduce.buffers`` are not copied. Distribute parts of a model one by one to have the first ones travel while the
+    others are computed.
+
+    Args:
+        parameters: containers of arrays of the gradients' shapes and types; None where there is never a gradient.
+        op: "average" or "sum".
+        compression: see ``GradientOptions``; what travels in fewer bytes is added up in float32 or float64. On
+            GPUs "none" alone.
+        backward_passes_per_step: calls whose gradients are added up on each rank before they are exchanged, >= 1; the
+            others return None. They are summed, as elsewhere in hvdkit: divide the loss by their number for a mean.
+        comm: ranks to average over, an mpi4py communicator; default: all.
+    Raises:
+        InvalidArgumentError: bad options, an array whose type has no mean, or no communicator with this rank.
+        AgreementError: the ranks give different names, shapes, types or options, or another rank failed. On every rank.
+    """
+    options = GradientOptions(op, compression, backward_passes_per_step)
+    if op == "adasum":
+        raise InvalidArgumentError("op='adasum' needs Horovod (hvdkit.torch, hvdkit.tensorflow); use average or sum.")
+    among = mpi.duplicate(comm)
+    passes.expect_steps()
+    return Reduce(parameters, options, among, threaded=mpi.threads_may_call())
 
 
 class Reduce:
@@ -222,13 +256,8 @@ class Reduce:
         trial = self._trial
         if trial is None:
             return
-        found = trial.end()
-        if found is not None:
-            call = mpi.ranks(self._comm).repeated(ALLREDUCE, found, op="min")
-            call.run()
-            trial.decide(call.got, says=self._comm.Get_rank() == 0)
+        if trial.turn(mpi.ranks(self._comm)):
             self._trial = None
-        trial.begin()
         for buffer in self._layout.buffers:
             buffer.kind = trial.kind
             if trial.over:

@@ -1,4 +1,4 @@
-"""The learning rate's warmup as a function of the step; the inside of ``hvdkit.arrays.warmup``."""
+"""The learning rate's warmup as a function of the step (step 3)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,29 @@ from hvdkit.steps.topology import Topology
 
 
 def warmup(
-    lr: float, world: Topology, steps_per_epoch: int, epochs: float, rule: str, after: Callable[[Any], Any] | None
+    lr: float,
+    world: Topology,
+    steps_per_epoch: int,
+    epochs: float = 5,
+    rule: str = "linear",
+    after: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any], Any]:
-    """See ``hvdkit.arrays.warmup``."""
+    """Gradual warmup from the base learning rate to the scaled one (step 3), as a function of the step.
+
+    Args:
+        lr: the scaled rate, from ``scale_lr`` with the same rule.
+        world: the job; only ``size`` is used.
+        steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
+        epochs: length of the warmup in epochs; 0 is none.
+        rule: the rule that scaled the rate: "linear", "sqrt" or "none".
+        after: multiplier by the number of steps since the end of the warmup, for a decay that follows it.
+    Returns:
+        The rate after ``step`` completed steps: lr/factor at 0, linear in between, lr from the end of the warmup on.
+        The step may be a number or an array, traced ones of ``jax.jit`` included: it serves as a schedule of optax.
+    Raises:
+        InvalidArgumentError: a number out of range or an unknown rule.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    """
     if not lr > 0:
         raise InvalidArgumentError(f"lr must be a positive number, from scale_lr, got {lr!r}.")
     length = learning_rate.warmup_steps(epochs, steps_per_epoch)

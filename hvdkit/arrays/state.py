@@ -1,4 +1,4 @@
-"""The state of a training in containers of arrays: read, broadcast, put back; the inside of ``hvdkit.arrays``."""
+"""The state of a training in containers of arrays: read, broadcast (step 5), put back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvdkit.arrays import mpi, tree
+from hvdkit.arrays.tree import Array
 from hvdkit.core.communicator import BROADCAST
 from hvdkit.errors import InvalidArgumentError
-
-Array = npt.NDArray[Any]
 
 
 def read(state: Any) -> list[tuple[str, Any, Array | None]]:
@@ -54,8 +52,19 @@ def remade(state: Any, leaves: Sequence[Any], arrays: Sequence[Array | None]) ->
     return tree.rebuild(state, iter([one(*pair) for pair in zip(leaves, arrays, strict=True)]))
 
 
-def broadcast(state: Any, root: int) -> Any:
-    """The inside of ``hvdkit.arrays.broadcast_state``."""
+def broadcast_state(state: Any, root: int = 0) -> Any:
+    """Give every rank the root's arrays and numbers, bit for bit (step 5): ``state = broadcast_state(state)``.
+
+    Args:
+        state: containers of arrays and numbers: parameters, an optimizer's slots and counters, ...
+        root: rank to copy from.
+    Returns:
+        The state with the root's values, in the same containers and frameworks. NumPy arrays that can be written are
+        overwritten and are the ones returned; other arrays are made anew.
+    Raises:
+        InvalidArgumentError: a root that is not a rank, or something that is no array, number or container.
+        AgreementError: the ranks' states differ in names, shapes or types; raised on every rank.
+    """
     comm = mpi.everyone()
     if not isinstance(root, int) or not 0 <= root < comm.Get_size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {comm.Get_size() - 1}, got {root!r}.")

@@ -43,11 +43,10 @@ from hvdkit.torch.backward import tell_how_many
 from hvdkit.torch.batch_norm import average_statistics, gather, sync_batch_norm
 from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
-from hvdkit.torch.copies import COPIES
 from hvdkit.torch.data import shard
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.device import Precision, pin_device
-from hvdkit.torch.divergence import broadcast_each_step, end_each_step
+from hvdkit.torch.divergence import COPIES, broadcast_each_step, end_each_step
 from hvdkit.torch.elastic import ElasticState, run_elastic
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked

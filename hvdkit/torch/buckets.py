@@ -17,18 +17,18 @@ from itertools import accumulate, compress, repeat
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
-from horovod.torch.mpi_ops import synchronize  # that of ``hvd`` is a range of its own where a profile is made
+from horovod.torch.mpi_ops import poll, synchronize  # that of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.core import layout as core_layout
 from hvdkit.core import listeners
-from hvdkit.core.compression import Packing
+from hvdkit.core.compression import AT_ONCE, Packing, new_packing
 from hvdkit.core.layout import NO_FLAGS, ControlWord, Flags, is_held, read_flags
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import obstacle_of_type
 from hvdkit.steps.torch_tensors import LaterNumber, sends_bfloat16
 from hvdkit.torch import private
-from hvdkit.torch.packed import PackedMean, packings_of
 
 Parameter = torch.nn.Parameter
 Named = Sequence[tuple[str, Parameter]]
@@ -142,6 +142,63 @@ class FlatMean:
         return carried[self._numbers :, 0] if flat.is_complex() else carried[self._numbers :]
 
 
+class PackedMean:
+    """A flat tensor whose gradients travel packed, on the host, beside the control word as it is; see ``FlatMean``."""
+
+    def __init__(
+        self, process_set: Any, flat: torch.Tensor, numbers: int, name: str, packings: Sequence[Packing]
+    ) -> None:
+        real = torch.view_as_real(flat) if flat.is_complex() else flat
+        self._mean = real[:numbers].flatten()
+        word = (real[numbers:, 0] if flat.is_complex() else real[numbers:]).float().cpu().contiguous()
+        self._word = hvd.allreduce_async(word, name=f"{name}.word", op=hvd.Average, process_set=process_set)
+        self._host = (self._mean.float() if self._mean.dtype == torch.bfloat16 else self._mean).cpu()
+        parts = np.split(self._host.numpy(), np.cumsum([packing.length for packing in packings])[:-1])
+        self._parts = [
+            _PackedPart(process_set, values, f"{name}.{number}", packing)
+            for number, (values, packing) in enumerate(zip(parts, packings, strict=True))
+        ]
+
+    def add_up(self, *, wait: bool) -> bool:
+        """Add up this rank's share of what has come (``wait``: will come) and send it to all; whether that is done."""
+        return all([part.add_up(wait=wait) for part in self._parts])
+
+    def wait(self) -> torch.Tensor:
+        """See ``FlatMean.wait``."""
+        self.add_up(wait=True)
+        for part in self._parts:
+            part.wait()
+        if self._host.data_ptr() != self._mean.data_ptr():
+            self._mean.copy_(self._host)
+        word: torch.Tensor = synchronize(self._word)
+        return word
+
+
+class _PackedPart:
+    """Some of the gradients of a ``PackedMean`` on their way; ``values`` are this rank's, on the host."""
+
+    def __init__(self, process_set: Any, values: Any, name: str, packing: Packing) -> None:
+        self._name, self._among, self._packing = name, {"process_set": process_set}, packing
+        self._values = values
+        rows = torch.from_numpy(packing.pack(values))
+        self._rows = hvd.alltoall_async(rows, name=f"{name}.parts", **self._among)
+        self._ranks, self._gathered = len(rows), 0
+        self._is_added = False
+
+    def add_up(self, *, wait: bool) -> bool:
+        """See ``PackedMean.add_up``."""
+        if not self._is_added and (wait or poll(self._rows)):
+            received, _ = synchronize(self._rows)  # and how many rows of each rank
+            mine = torch.from_numpy(self._packing.add_up(received.numpy(), 1 / self._ranks))
+            self._gathered = hvd.allgather_async(mine[None], name=f"{self._name}.mean", **self._among)
+            self._is_added = True
+        return self._is_added
+
+    def wait(self) -> None:
+        """Put the mean in the place of this rank's values, once it was added up."""
+        self._packing.unpack(synchronize(self._gathered).numpy(), self._values)
+
+
 class Bucket:
     """Gradients of one type on one device, side by side in memory.
 
@@ -230,11 +287,21 @@ class Bucket:
         self._sent = reducer.start(self._flat, self._numbers, self.name, self.packings)
 
     def pack(self, number: int, process_set: Any) -> None:
-        """Have its gradients travel in 8 bits; ``number``: of the exchange, for names of their own."""
+        """Have its gradients travel in 8 bits, in parts, of which one is packed while another travels.
+
+        ``number``: of the exchange, for names of their own.
+        """
         wide = 2 if self._flat.is_complex() else 1
-        sizes = [wide * math.prod(shape) for shape, _, _ in self._where]
-        names = [f"{number}.{name}" for name in self._names]
-        self.packings = packings_of(names, sizes, process_set)
+        pieces = [
+            (f"{number}.{name}.{first}", min(AT_ONCE, size - first))
+            for name, size in zip(self._names, (wide * math.prod(shape) for shape, _, _ in self._where), strict=True)
+            for first in range(0, size, AT_ONCE)
+        ]
+        parts = core_layout.in_buckets([0] * len(pieces), [size for _, size in pieces], AT_ONCE)
+        rank, ranks, saves = process_set.rank(), process_set.size(), process_set.process_set_id == 0
+        self.packings = [
+            new_packing("int8", [pieces[place] for place in places], rank, ranks, saves=saves) for places in parts
+        ]
 
     def is_complete(self) -> bool:
         """As many gradients have come as it has; whether it may leave before the end of backward."""

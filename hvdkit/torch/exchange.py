@@ -27,7 +27,6 @@ from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch import divergence, private
 from hvdkit.torch.backward import TRACKER, exchange_all, exchanges, hold, tell_how_many
 from hvdkit.torch.buckets import Bucket, BucketLayout, Named, Parameter, Reducer, obstacle_to, total_norm
-from hvdkit.torch.copies import COPIES
 from hvdkit.torch.sparse import AnyBucket, SparseGradient
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
@@ -230,8 +229,8 @@ class Exchange:
         self._asked = 0
         if self.active and not late:
             divergence.UNDISTRIBUTED.exchanges += 1
-            if COPIES.found:
-                COPIES.tell()
+            if divergence.COPIES.found:
+                divergence.COPIES.tell()
             self._within.watched = []  # an error may have ended the last one
             self._backwards += 1
             if self._backwards >= self._next_look:

@@ -21,11 +21,10 @@ from hvdkit.steps.shard_state import require_alone
 from hvdkit.steps.torch_tensors import sends_bfloat16
 from hvdkit.torch.backward import exchanges, look_at_steps
 from hvdkit.torch.buckets import BucketLayout, Named
-from hvdkit.torch.divisible import works_on_numbers
 from hvdkit.torch.exchange import Exchange, named_of, of_sparse_modules
 from hvdkit.torch.outer import take_outer_steps
 from hvdkit.torch.private import eagerly
-from hvdkit.torch.sharded import ShardedOptimizer
+from hvdkit.torch.sharded import ShardedOptimizer, works_on_numbers
 from hvdkit.torch.state import DISTRIBUTED, RANKS, parameters_of, sample_of
 
 _COUNTED = "_hvdkit_counted"

@@ -92,9 +92,9 @@ def average_mean(hk: Any, world: Any) -> Any:
     """In what ``jax.jit`` compiles."""
     import jax
 
-    from hvdkit.arrays import optax_average
+    from hvdkit.arrays import optax_transformations
 
-    optax_average._reductions.clear()  # of the case before
+    optax_transformations._reductions.clear()  # of the case before
     average = hk.average(world, compression="auto")
     step = jax.jit(lambda given: average.update({"w": given}, average.init(None))[0]["w"])
     return lambda given: np.asarray(step(given))

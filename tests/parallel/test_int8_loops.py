@@ -62,9 +62,9 @@ def test_each_part_of_a_bucket_and_each_type_gets_its_mean(hk, world, everyone, 
     """The mean lands in the gradients' own memory, or beside it where NumPy has no such type."""
     import torch
 
-    from hvdkit.torch import packed
+    from hvdkit.torch import buckets
 
-    monkeypatch.setattr(packed, "AT_ONCE", 300)
+    monkeypatch.setattr(buckets, "AT_ONCE", 300)
     model = torch.nn.Linear(1, 1000, bias=False, dtype=getattr(torch, dtype))
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.0), model, compression="int8")
     hk.broadcast_state(model)

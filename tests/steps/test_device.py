@@ -2,8 +2,7 @@
 
 import pytest
 
-from hvdkit import InvalidArgumentError, LauncherError, Topology
-from hvdkit.arrays.device import pin
+from hvdkit import InvalidArgumentError, LauncherError
 from hvdkit.steps.device import cpu_threads, device_index, threads_asked, visible_gpus
 
 
@@ -62,27 +61,6 @@ def test_no_ranks_or_no_cores_is_refused():
 )
 def test_visible_gpus_are_those_that_cuda_would_see(named, visible):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": named}) == visible
-
-
-@pytest.mark.parametrize(
-    ("named", "local_rank", "left"),
-    [("0,1,2,3", 2, "2"), ("GPU-b", 3, "GPU-b"), ("MIG-a, MIG-b", 1, "MIG-b"), ("2", 0, "2")],
-    ids=["srun without --gpus-per-task", "bound by the launcher", "parts of one card", "PALS --gpu-bind"],
-)
-def test_a_process_keeps_one_gpu_by_the_name_that_it_has(named, local_rank, left):
-    environ = {"CUDA_VISIBLE_DEVICES": named, "OMP_NUM_THREADS": "1"}
-    world = Topology(local_rank, 4, local_rank, 4, 0, 1, "srun")
-    assert pin(world, "auto", None, environ) == "cuda:0" and environ["CUDA_VISIBLE_DEVICES"] == left
-
-
-@pytest.mark.parametrize(
-    ("named", "error"), [("0,1", LauncherError), ("", InvalidArgumentError), ("NoDevFiles", InvalidArgumentError)]
-)
-def test_a_gpu_that_is_not_there_is_refused(named, error):
-    environ = {"CUDA_VISIBLE_DEVICES": named, "OMP_NUM_THREADS": "1"}
-    with pytest.raises(error):
-        pin(Topology(2, 4, 2, 4, 0, 1, "srun"), "gpu", None, environ)
-    assert environ["CUDA_VISIBLE_DEVICES"] == named
 
 
 def test_without_the_variable_the_driver_is_asked(tmp_path):

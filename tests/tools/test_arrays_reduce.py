@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from array_ranks import on_ranks
 
-from hvdkit.arrays import mpi, nccl, shared_memory, sum_buffer
-from hvdkit.arrays.layout import sent_as
+from hvdkit.arrays import buffers, mpi, shared_memory
+from hvdkit.arrays.buffers import sent_as
 from hvdkit.arrays.optimizer import Reduce
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
@@ -25,8 +25,8 @@ def threads_for_ranks(monkeypatch):
 def length(request, monkeypatch):
     """All ways: one message with its head; the head before pieces of three values, by MPI or in shared memory."""
     if request.param != "short":
-        monkeypatch.setattr(sum_buffer, "SHORT_BYTES", 0)
-        monkeypatch.setattr(sum_buffer, "CHUNK_BYTES", 12)
+        monkeypatch.setattr(buffers, "SHORT_BYTES", 0)
+        monkeypatch.setattr(buffers, "CHUNK_BYTES", 12)
         monkeypatch.setattr(shared_memory, "PIECE_BYTES", 20)
     monkeypatch.setattr(array_ranks, "ONE_HOST", [request.param == "shared"])
     return request.param
@@ -363,7 +363,7 @@ def _dtype(name):
     ("gpus", "usable"), [(["a 0:1", "a 0:2", "b 0:1"], True), (["a 0:1", "a 0:1"], False), (["a 0:1", None], False)]
 )
 def test_nccl_wants_a_gpu_for_each_rank(gpus, usable):
-    assert nccl.has_own_gpus(gpus) is usable
+    assert buffers.has_own_gpus(gpus) is usable
 
 
 def test_there_are_no_buffers_to_add_up_in():

@@ -1,4 +1,8 @@
-"""ZeRO stage 1 as a transformation of optax, a pure function; the inside of ``hvdkit.arrays.shard_state``.
+"""The mean over the ranks, and ZeRO stage 1, as transformations of optax: pure functions, for JAX.
+
+What ``jax.jit`` compiles hands arrays to the host by an ordered callback: every rank averages step after step, and the
+compiler may neither drop nor repeat one. It runs behind the program. Whatever else of hvdkit asks the ranks waits for
+it, since MPI's calls pair up in their order.
 
 Whether a transformation may have its parameters cut, or needs whole ones, is tried out on small arrays in the
 parameters' containers: the updates and the state must be what they are without a division.
@@ -6,24 +10,112 @@ parameters' containers: the updates and the state must be what they are without 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
+import optax
+from jax.experimental import io_callback
 
-from hvdkit.arrays import exit_watchdog, tree
-from hvdkit.arrays.optax_average import comm, on_every_rank
+from hvdkit.arrays import exit_watchdog, mpi, tree
+from hvdkit.arrays.optimizer import Reduce
 from hvdkit.arrays.sharded import ShardedState
 from hvdkit.arrays.tree import OwnState
-from hvdkit.errors import InvalidArgumentError, of_extra
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import agreement, passes
+from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
-with of_extra("jax", "hvdkit.arrays.shard_state is a transformation of optax for JAX"):
-    import jax
-    import optax
+_reductions: dict[Any, Reduce] = {}
+"""By what is averaged, and how. A factory within ``optax.inject_hyperparams`` calls ``average`` in every step."""
+
+
+@functools.cache
+def comm() -> Any:
+    """The communicator on which all of these reductions begin; made in the first thread, on every rank."""
+    mpi.before_calls.append(jax.effects_barrier)
+    atexit.register(jax.effects_barrier)  # before this rank tells the others that it ends
+    return mpi.duplicate(None)
+
+
+def on_every_rank(host: Callable[..., list[Any]], given: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    """What a function on the host makes of arrays, of these shapes and the same types; step after step on every rank.
+
+    The function is called by the thread of the program or by JAX's.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in given):
+        pairs = zip(shapes, given, strict=True)
+        like = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in pairs]
+        return list(io_callback(host, like, *given, ordered=True))
+    jax.effects_barrier()
+    return [
+        jax.device_put(made, leaf.sharding) if isinstance(leaf, jax.Array) else made
+        for made, leaf in zip(host(*given), given, strict=True)
+    ]
+
+
+def _named(containers: Any) -> tuple[dict[str, Any], Any]:
+    """The arrays by name, in JAX's order, and what they are in."""
+    named, outline = jax.tree_util.tree_flatten_with_path(containers)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in named}, outline
+
+
+def average(world: Topology, compression: str) -> Any:
+    """See ``hvdkit.arrays.average``."""
+    options, among = GradientOptions(compression=compression), comm()
+    passes.expect_steps(wait=jax.effects_barrier)
+
+    def init(parameters: Any) -> Any:  # noqa: ARG001
+        return optax.EmptyState()
+
+    def update(updates: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:  # noqa: ARG001
+        named, outline = _named(updates)
+        leaves = list(named.values())
+        if world.size == 1 or not leaves:
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                jax.debug.callback(passes.stepped)
+            else:
+                passes.stepped()
+            return updates, state
+        on_host = functools.partial(_average_on_host, among, options, list(named))
+        means = on_every_rank(on_host, leaves, [leaf.shape for leaf in leaves])
+        return outline.unflatten(means), state
+
+    return optax.GradientTransformation(init, update)
+
+
+class _Checked(Reduce):
+    """Compares before each exchange that all ranks average the same tree: else each would wait in another exchange."""
+
+    def __init__(self, gradients: Any, options: GradientOptions, comm: Any, rows: list[str]) -> None:
+        super().__init__(gradients, options, exit_watchdog.Marked(comm.Dup()), threaded=False)
+        self._all, self._rows, self._table = mpi.ranks(comm), rows, agreement.digest_table(rows)
+
+    def _exchange(self) -> None:
+        if not agreement.agree(self._all, self._table, "hvdkit.average"):
+            agreement.require_same_rows(self._all, self._rows)
+        super()._exchange()
+
+
+def _average_on_host(comm: Any, options: GradientOptions, names: list[str], *leaves: Any) -> list[Any]:
+    """The means of all ranks' arrays, in memory of their own; called by the thread of the program or by JAX's."""
+    gradients = dict(zip(names, map(np.asarray, leaves), strict=True))
+    key = (options, *((name, one.shape, one.dtype) for name, one in gradients.items()))
+    exit_watchdog.in_steps.add(threading.get_ident())
+    if key not in _reductions:  # messages of other gradients travel apart
+        rows = [f"{name} {one.dtype} {one.shape}" for name, one in gradients.items()]
+        mpi.require_same_rows(comm, rows)
+        _reductions[key] = _Checked(gradients, options, comm, rows)
+    means = _reductions[key](gradients)
+    return [np.array(means[name]) for name in names]
+
+
+# ZeRO stage 1 ---------------------------------------------------------------------------------------------------------
 
 _Take = Callable[[int, Any], Any]  # of an array of the parameter at a place, what a rank would have
 _STEPS = 4
@@ -64,17 +156,11 @@ def shard_state(inner: Any, world: Topology) -> Any:
         named, outline = _named(updates)
         mine = None if parameters is None else _own(state.shards, *_named(parameters))
         own, kept = inner.update(_own(state.shards, named, outline), state.inner, mine)
-        on_host = functools.partial(_on_host, state.shards, list(named))
+        on_host = functools.partial(_gather_on_host, state.shards, list(named))
         made = on_every_rank(on_host, jax.tree.leaves(own), [np.shape(leaf) for leaf in named.values()])
         return outline.unflatten(made), OwnState(kept, state.shards, state.parts)
 
     return optax.GradientTransformation(init, update)
-
-
-def _named(parameters: Any) -> tuple[dict[str, Any], Any]:
-    """The arrays by name, in JAX's order, and what they are in."""
-    named, outline = jax.tree_util.tree_flatten_with_path(parameters)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in named}, outline
 
 
 def _own(shards: ShardedState, named: dict[str, Any], outline: Any) -> Any:
@@ -82,7 +168,7 @@ def _own(shards: ShardedState, named: dict[str, Any], outline: Any) -> Any:
     return outline.unflatten([own[name] for name in named])
 
 
-def _on_host(shards: ShardedState, names: list[str], *own: Any) -> list[Any]:
+def _gather_on_host(shards: ShardedState, names: list[str], *own: Any) -> list[Any]:
     exit_watchdog.in_steps.add(threading.get_ident())
     whole = shards.exchange(dict(zip(names, map(np.asarray, own), strict=True)))
     return [whole[name] for name in names]

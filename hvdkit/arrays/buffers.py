@@ -235,7 +235,7 @@ class PackedExchange:
         self._packing.unpack(self._collect.got, self._payload)
 
 
-# On CUDA GPUs: over NCCL with CuPy, not tried on a GPU yet -------------------------------------------------------------
+# On CUDA GPUs: over NCCL with CuPy, not tried on a GPU yet ------------------------------------------------------------
 
 
 def nccl_is_usable(comm: Any) -> bool:

@@ -6,17 +6,16 @@ For who keeps what, and the source, see ``hvdkit.steps.shard_state``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hvdkit.arrays import mpi, tree
-from hvdkit.arrays.state import Array
-from hvdkit.arrays.tree import OwnState
+from hvdkit.arrays.tree import Array, OwnState
 from hvdkit.core.communicator import BROADCAST, CHUNK
+from hvdkit.core.layout import in_buckets
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shard_state import MESSAGE_BYTES, Piece, divide
+from hvdkit.steps.shard_state import MESSAGE_BYTES, divide
 from hvdkit.steps.topology import Topology
 
 
@@ -132,13 +131,18 @@ class ShardedState:
         else:
             ranks = mpi.ranks(_comm())
             parts, held = ranks.together(prepare)
-            for owner, pieces in self._messages(held):
-                views = [_bytes(held[one.place], one.start, one.stop) for one in pieces]
-                if len(views) == 1:
-                    for start in range(0, len(views[0]), CHUNK):
-                        ranks.run(BROADCAST, views[0][start : start + CHUNK], "hvdkit.gather", root=owner)
+            pieces = [one for one in self._pieces if held[one.place] is not None]
+            views = [_bytes(held[one.place], one.start, one.stop) for one in pieces]
+            sizes = [len(view) for view in views]
+            # A large piece travels alone, out of its own memory; small ones of one owner travel together.
+            kinds = [(one.owner, size >= MESSAGE_BYTES) for one, size in zip(pieces, sizes, strict=True)]
+            for places in in_buckets(kinds, sizes, MESSAGE_BYTES):
+                owner, message = pieces[places[0]].owner, [views[place] for place in places]
+                if len(message) == 1:
+                    for start in range(0, len(message[0]), CHUNK):
+                        ranks.run(BROADCAST, message[0][start : start + CHUNK], "hvdkit.gather", root=owner)
                     continue
-                for view, got in zip(views, ranks.broadcast_arrays(views, owner), strict=True):
+                for view, got in zip(message, ranks.broadcast_arrays(message, owner), strict=True):
                     view[...] = got
         if out is not None:
             return out
@@ -166,23 +170,6 @@ class ShardedState:
         if mine.ctypes.data != values.ctypes.data:
             mine[...] = values.reshape(-1)
         return target  # type: ignore[no-any-return]
-
-    def _messages(self, held: list[Any]) -> Iterator[tuple[int, list[Piece]]]:
-        """Owner and pieces of each message: a large piece alone, small ones of one owner together."""
-        together: list[Piece] = []
-        filled = 0
-        for piece in sorted(self._pieces, key=lambda one: one.owner):
-            array = held[piece.place]
-            if array is None:
-                continue
-            size = (piece.stop - piece.start) * array.itemsize
-            if together and (together[0].owner != piece.owner or filled + size > MESSAGE_BYTES):
-                yield together[0].owner, together
-                together, filled = [], 0
-            together.append(piece)
-            filled += size
-        if together:
-            yield together[0].owner, together
 
     def state(self, **slots: Any) -> OwnState:
         """Slots that this rank keeps of its own numbers, marked for checkpoints and checks: ``state(m=m, v=v, t=t)``.

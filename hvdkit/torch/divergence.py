@@ -292,7 +292,7 @@ class ByHand:
             )
 
 
-# Copies of a model from before broadcast_state: a target network, a teacher, an average of the weights -----------------
+# Copies of a model from before broadcast_state: a target network, a teacher, an average of the weights ----------------
 
 _LOOKED_AT = 16
 _LONGEST = 1000

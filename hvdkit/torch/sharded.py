@@ -365,7 +365,7 @@ def _refuse(optimizer: Any) -> None:
 
 
 # Whether the work of an optimizer can be divided, found by trying: no list of names could tell of clipping by a global
-# norm, block-wise 8-bit states and learned rates, which come by an argument --------------------------------------------
+# norm, block-wise 8-bit states and learned rates, which come by an argument -------------------------------------------
 
 _TRIED = 8192  # numbers of each tensor, more than a block of an 8-bit state
 _TRIALS = itertools.count()

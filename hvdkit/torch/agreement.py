@@ -12,8 +12,7 @@ from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.divergence import own_buffers
-from hvdkit.torch.nested import flattened, rebuilt
-from hvdkit.torch.state import RANKS, layout, model_tensors, state_of
+from hvdkit.torch.state import RANKS, flattened, layout, model_tensors, rebuilt, state_of
 
 
 def check_agreement(

@@ -25,7 +25,6 @@ from hvdkit.steps.resume import ModelCheckpoints, Write
 from hvdkit.steps.seeds import STATE_BYTES, capture_state, restore_state
 from hvdkit.torch import seeds, sharded, state
 from hvdkit.torch.data import require_sharded
-from hvdkit.torch.nested import rebuilt
 from hvdkit.torch.schedule import Warmup, set_rate
 
 _CUDA_STATE = 16  # bytes of a GPU's generator
@@ -208,7 +207,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         slots = None if optimizer is None else state.state_of(optimizer)
         states = state.model_state(model, trainable_only), slots, extra
         if self._writer is None:
-            written: Saved = super()._put(on_disk, *(rebuilt(one, state.plain_number) for one in states))
+            written: Saved = super()._put(on_disk, *(state.rebuilt(one, state.plain_number) for one in states))
             return written
         self._finish()
         copies = (self._copies.of(f"{number}", one) for number, one in enumerate(states))
@@ -304,31 +303,22 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         """uint8 (size, length)."""
-        return np.stack(self._ranks().allgather(_random_state().numpy(), "hvdkit.random_states"))
+        parts = [torch.from_numpy(capture_state()), torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            parts.append(torch.cuda.get_rng_state())
+        return np.stack(self._ranks().allgather(torch.cat(parts).numpy(), "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
-        _set_random_state(own)
+        python_and_numpy, rest = np.split(own, [STATE_BYTES])
+        cpu, cuda = np.split(rest, [torch.get_rng_state().numel()])
+        restore_state(python_and_numpy)
+        torch.set_rng_state(torch.from_numpy(cpu.copy()))
+        if len(cuda) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_rng_state(torch.from_numpy(cuda.copy()))
         seeds.accept()
 
     def _branch(self, model: Any, step: int) -> None:  # noqa: ARG002
         seeds.branch(step)
-
-
-def _random_state() -> torch.Tensor:
-    """The states of this rank's generators, uint8 (length,)."""
-    parts = [torch.from_numpy(capture_state()), torch.get_rng_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        parts.append(torch.cuda.get_rng_state())
-    return torch.cat(parts)
-
-
-def _set_random_state(own: Any) -> None:
-    python_and_numpy, rest = np.split(own, [STATE_BYTES])
-    cpu, cuda = np.split(rest, [torch.get_rng_state().numel()])
-    restore_state(python_and_numpy)
-    torch.set_rng_state(torch.from_numpy(cpu.copy()))
-    if len(cuda) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.set_rng_state(torch.from_numpy(cuda.copy()))
 
 
 def _write_readable(file: Path, contents: Any) -> None:

@@ -26,9 +26,8 @@ from hvdkit.steps import torch_tensors
 from hvdkit.steps.divergence import Seen, UntrainedState
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
 from hvdkit.torch.buckets import Named, Parameter, total_norm
-from hvdkit.torch.nested import flattened
 from hvdkit.torch.private import eagerly, variables_of_callers
-from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, parameters_of, plain_name
+from hvdkit.torch.state import broadcast_tensors, buffers_of, flattened, layout, parameters_of, plain_name
 
 _STATES: weakref.WeakKeyDictionary[torch.nn.Module, UntrainedState] = weakref.WeakKeyDictionary()
 _EACH_STEP: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()

@@ -21,6 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 
+from hvdkit.core.communicator import ALLGATHER, PendingCollective
 from hvdkit.errors import DataError, InvalidArgumentError, name_ranks, whole
 from hvdkit.steps.same_data import fingerprint, require_same_data
 from hvdkit.steps.shards import stream_weights
@@ -62,27 +63,25 @@ class _Sizes:
     """What each rank says of its next batch, asked under a name that no other stream in use has."""
 
     _used: ClassVar[set[str]] = set()
-    _unread: ClassVar[dict[str, int]] = {}  # by name: the answers to what was asked in a loop that was left
+    _unread: ClassVar[dict[str, PendingCollective]] = {}
+    """By name: the answers to what was asked in a loop that was left."""
 
     def __enter__(self) -> _Sizes:
         names = (f"hvdkit.stream.{number}" for number in itertools.count())
         self._name = next(name for name in names if name not in self._used)
         self._used.add(self._name)
         with contextlib.suppress(KeyError, HorovodInternalError):  # of a Horovod that was started anew since
-            hvd.synchronize(self._unread.pop(self._name))
+            self.answers()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._used.discard(self._name)
 
-    @torch.inference_mode(False)
     def ask(self, size: int) -> None:
-        mine = torch.tensor([size], dtype=torch.int64)
-        self._unread[self._name] = hvd.allgather_async(mine, name=self._name)
+        self._unread[self._name] = RANKS.start(ALLGATHER, np.array([size], dtype=np.int64), self._name)
 
-    @torch.inference_mode(False)
     def answers(self) -> list[int]:
-        sizes: list[int] = hvd.synchronize(self._unread.pop(self._name)).tolist()
+        sizes: list[int] = self._unread.pop(self._name).wait().tolist()
         return sizes
 
 
@@ -209,19 +208,20 @@ def this_ranks_part(dataset: Any, world: Topology) -> Any:
         list(_sources(dataset._ex_iterable)),
         "sort its files, and give shuffle a seed: dataset.shuffle(seed=0), or what makes it on every rank",
     )
+    split = dataset._distributed
+
+    def require_this_split() -> None:
+        if split is not None and (split.rank, split.world_size) != (world.rank, world.size):
+            raise InvalidArgumentError(
+                f"the data set was split for rank {split.rank} of {split.world_size}, and this is rank {world.rank} of "
+                f"{world.size}; leave split_dataset_by_node out, shard calls it."
+            )
+
     if RANKS.size() == world.size:
-        RANKS.together(lambda: _require_split_for(dataset._distributed, world))
-    if dataset._distributed is not None:
+        RANKS.together(require_this_split)
+    if split is not None:
         return dataset
     return importlib.import_module("datasets.distributed").split_dataset_by_node(dataset, world.rank, world.size)
-
-
-def _require_split_for(split: Any, world: Topology) -> None:
-    if split is not None and (split.rank, split.world_size) != (world.rank, world.size):
-        raise InvalidArgumentError(
-            f"the data set was split for rank {split.rank} of {split.world_size}, and this is rank {world.rank} of "
-            f"{world.size}; leave split_dataset_by_node out, shard calls it."
-        )
 
 
 def _sources(examples: Any) -> Iterator[str]:

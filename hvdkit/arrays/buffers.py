@@ -346,7 +346,9 @@ class Layout:
         on_gpu = [tree.is_on_gpu(value) for _, value in tree.flatten(parameters) if value is not None]
         rows = [f"{leaf.row} on a GPU" if gpu else leaf.row for leaf, gpu in zip(self.leaves, on_gpu, strict=True)]
         mpi.require_same_rows(comm, [*rows, f"combined by {options}"])
-        one_host = shared_memory.on_one_host(comm, mpi.library().COMM_TYPE_SHARED)
+        host = comm.Split_type(mpi.library().COMM_TYPE_SHARED)
+        one_host = bool(host.Get_size() == comm.Get_size())
+        host.Free()
         mean = 1.0 / comm.Get_size() if options.op == "average" else 1.0
         ranks = Ranks(comm, mean, options.compression, one_host)
         if any(on_gpu) and not nccl_is_usable(comm):

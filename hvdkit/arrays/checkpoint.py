@@ -174,14 +174,12 @@ def _is_foreign(dtype: np.dtype[Any]) -> bool:
     return dtype.kind not in "biufc"
 
 
-def _plain(array: Array) -> Array:
-    contents = np.ascontiguousarray(array)
-    return contents.reshape(-1).view(np.uint8) if _is_foreign(array.dtype) else array
-
-
 def _save(file: Path, arrays: dict[str, Array | None]) -> None:
-    plain = {name: _plain(array) for name, array in arrays.items() if array is not None}
-    np.savez(file, allow_pickle=False, **plain)
+    held = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in held.items():
+        if _is_foreign(array.dtype):
+            held[name] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    np.savez(file, allow_pickle=False, **held)
 
 
 def _require_fit(path: Path, found: list[_Row]) -> None:

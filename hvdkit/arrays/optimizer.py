@@ -225,7 +225,12 @@ class Reduce:
 
     def _exchange(self) -> None:
         if self._size == 1:
-            self._finish_alone()
+            if self._failure is not None:
+                raise self._failure
+            factor = self._factor() * self._own
+            if factor != 1.0:
+                for buffer in self._layout.buffers:
+                    buffer.scale(factor)
         elif self._add_up is not None:
             # One message: the sum of weights comes with the gradients, which are divided by it afterwards.
             if self._own != 1.0:
@@ -242,14 +247,6 @@ class Reduce:
             factor = self._factor()
             for buffer in self._layout.buffers:
                 buffer.exchange(self._own, factor)
-
-    def _finish_alone(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        factor = self._factor() * self._own
-        if factor != 1.0:
-            for buffer in self._layout.buffers:
-                buffer.scale(factor)
 
     def _turn(self) -> None:
         """An exchange begins, which ends the one before: see ``CompressionTrial.turn``."""

@@ -27,18 +27,6 @@ _LINE = 64
 _PAGE = 4096
 
 
-def on_one_host(comm: Any, shared: Any) -> bool:
-    """Whether all ranks share a host; a collective.
-
-    Args:
-        shared: MPI's COMM_TYPE_SHARED.
-    """
-    host = comm.Split_type(shared)
-    alone = bool(host.Get_size() == comm.Get_size())
-    host.Free()
-    return alone
-
-
 def segments(comm: Any, length: int) -> list[Array] | None:
     """Memory of every rank, uint8 (length,) each, that all can read and write; a collective.
 
@@ -67,7 +55,7 @@ def buffer(comm: Any, length: int, head: int, dtype: np.dtype[Any]) -> tuple[Arr
 
     Without shared memory: a buffer in memory of its own, and None.
     """
-    before = _whole_lines(8 * comm.Get_size())  # the weights
+    before = -(-8 * comm.Get_size() // _LINE) * _LINE  # the weights, in whole cache lines
     memory = segments(comm, before + length * dtype.itemsize)
     if memory is None:
         return np.zeros(length, dtype=dtype), None
@@ -75,10 +63,6 @@ def buffer(comm: Any, length: int, head: int, dtype: np.dtype[Any]) -> tuple[Arr
     weights = memory[0][: 8 * comm.Get_size()].view(np.float64)
     rank = comm.Get_rank()
     return messages[rank], SharedSum([message[head:] for message in messages], weights, rank)
-
-
-def _whole_lines(length: int) -> int:
-    return -(-length // _LINE) * _LINE
 
 
 def _made(length: int) -> Path | None:

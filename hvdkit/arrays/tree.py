@@ -26,7 +26,15 @@ _CUDA = (2, 13)  # DLPack: DLDeviceType
 _ALONE = "the array"  # of a tree that is a leaf
 _NUMBERS = (bool, int, float, complex)
 _BYTES = (memoryview, bytearray, bytes, array.array)
+_NO_NUMBERS = "OSUMm"  # kinds of NumPy's types
 _REFUSALS = (BufferError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError)
+_READERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Array]], ...] = (
+    (lambda leaf: isinstance(leaf, (*_NUMBERS, np.generic)), np.asarray),
+    (lambda leaf: hasattr(leaf, "__dlpack__"), np.from_dlpack),
+    (lambda _: True, lambda leaf: np.asarray(memoryview(leaf))),
+    (lambda leaf: hasattr(leaf, "__array__"), np.asarray),
+)
+"""What may be read as a NumPy array, and how, tried in turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,10 +178,17 @@ def to_host(leaf: Any, path: str) -> Array:
     Raises:
         InvalidArgumentError: none of them serves.
     """
-    for read in (_own, _by_dlpack, _by_buffer, _by_method, _by_copy):
-        found = read(leaf)
-        if found is not None and found.dtype.kind not in "OSUMm":
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in _NO_NUMBERS:
+        return leaf
+    for is_one, read in _READERS:
+        try:
+            found = read(leaf) if is_one(leaf) else None
+        except _REFUSALS:  # of DLPack: a type that it or NumPy does not know, such as bfloat16
+            continue
+        if found is not None and found.dtype.kind not in _NO_NUMBERS:
             return found
+    if type(leaf).__module__.partition(".")[0] == "cupy":
+        return leaf.get()  # type: ignore[no-any-return]
     kind = f"{type(leaf).__name__} of {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
     raise InvalidArgumentError(
         f"{path} is of type {kind}, which is neither a number nor an array that NumPy can read "
@@ -272,38 +287,3 @@ def _other(path: str, expected: str, value: Any) -> InvalidArgumentError:
         f"the gradients differ from the parameters at {path or 'the top'}: expected {expected}, got {given}; give "
         "gradients in the containers that distribute was given."
     )
-
-
-def _own(leaf: Any) -> Array | None:
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    return np.asarray(leaf) if isinstance(leaf, (*_NUMBERS, np.generic)) else None
-
-
-def _by_dlpack(leaf: Any) -> Array | None:
-    if not hasattr(leaf, "__dlpack__"):
-        return None
-    try:
-        return np.from_dlpack(leaf)
-    except _REFUSALS:  # a type that DLPack or NumPy does not know, such as bfloat16
-        return None
-
-
-def _by_buffer(leaf: Any) -> Array | None:
-    try:
-        return np.asarray(memoryview(leaf))
-    except _REFUSALS:
-        return None
-
-
-def _by_method(leaf: Any) -> Array | None:
-    if not hasattr(leaf, "__array__"):
-        return None
-    try:
-        return np.asarray(leaf)
-    except _REFUSALS:
-        return None
-
-
-def _by_copy(leaf: Any) -> Array | None:
-    return leaf.get() if type(leaf).__module__.partition(".")[0] == "cupy" else None

@@ -28,9 +28,7 @@ def warnings_of_steps(world: Any, model: Any, optimizer: Any, text: str) -> list
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, *batch(world, step)).backward()
-            optimizer.step()
+            train_on(model, optimizer, *batch(world, step))
     return [str(one.message) for one in found if text in str(one.message)]
 
 
@@ -46,6 +44,13 @@ def loss_of(model: Any, x: Any, y: Any) -> Any:
     return ((model(x) - y) ** 2).mean()
 
 
+def train_on(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    """The step of an ordinary loop."""
+    optimizer.zero_grad()
+    loss_of(model, x, y).backward()
+    optimizer.step()
+
+
 def begin(hk: Any, seed: int = 0, **options: Any) -> tuple[Any, Any]:
     import torch
 
@@ -57,9 +62,7 @@ def begin(hk: Any, seed: int = 0, **options: Any) -> tuple[Any, Any]:
 def without_broadcast(hk: Any, world: Any, **options: Any) -> None:
     model, optimizer = begin(hk, seed=world.rank, **options)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *batch(world, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, *batch(world, step))
 
 
 def without_broadcast_in_half_precision(hk: Any, world: Any) -> None:
@@ -86,9 +89,7 @@ def noise_on_weights_that_are_clipped(hk: Any, world: Any) -> None:
     model, optimizer = begin(hk)
     generator = torch.Generator().manual_seed(world.rank)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *batch(world, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, *batch(world, step))
         for one in model.parameters():
             noise = 0.01 * torch.randn(one.shape, generator=generator, dtype=one.dtype)
             one.data = (one.data + noise).clamp(-1, 1)
@@ -130,9 +131,7 @@ def a_schedule_that_follows_the_ranks_own_loss(hk: Any, world: Any) -> None:
     model, optimizer = begin(hk)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *batch(world, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, *batch(world, step))
         schedule.step(-step * world.rank)
 
 
@@ -208,9 +207,7 @@ def test_a_rank_that_has_joined_is_not_counted(hk, world):
     hk.broadcast_state(model, optimizer)
     for _ in range(3):  # a rank that had joined has exchanged less often
         for step in range(1 if world.rank == 1 else STEPS):
-            optimizer.zero_grad()
-            loss_of(model, *batch(world, step)).backward()
-            optimizer.step()
+            train_on(model, optimizer, *batch(world, step))
         hk.join(model, optimizer, world)
     hk.check_agreement(model, optimizer, world)
 
@@ -305,9 +302,7 @@ def test_the_rounding_of_a_type_is_no_divergence(hk, world):
             for one in model.parameters():
                 one *= 1 + world.rank * torch.finfo(kind).eps
         for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, *(one.to(kind) for one in batch(world, step))).backward()
-            optimizer.step()
+            train_on(model, optimizer, *(one.to(kind) for one in batch(world, step)))
 
 
 def a_rival(hk: Any, world: Any, distributes: bool) -> None:
@@ -319,9 +314,7 @@ def a_rival(hk: Any, world: Any, distributes: bool) -> None:
         hk.distribute(second, rival)
     for step in range(STEPS):
         for one, its in ((model, optimizer), (rival, second)):
-            its.zero_grad()
-            loss_of(one, *batch(world, step)).backward()
-            its.step()
+            train_on(one, its, *batch(world, step))
 
 
 def a_new_head(hk: Any, world: Any, distributes: bool) -> None:
@@ -335,9 +328,7 @@ def a_new_head(hk: Any, world: Any, distributes: bool) -> None:
         hk.distribute(second, model)
     hk.broadcast_state(model, second)
     for step in range(STEPS):
-        second.zero_grad()
-        loss_of(model, *batch(world, step)).backward()
-        second.step()
+        train_on(model, second, *batch(world, step))
 
 
 def a_second_stage(hk: Any, world: Any, distributes: bool) -> None:
@@ -350,9 +341,7 @@ def a_second_stage(hk: Any, world: Any, distributes: bool) -> None:
     if distributes:
         hk.distribute(optimizer, model)
     for step in range(120):
-        optimizer.zero_grad()
-        loss_of(model, *batch(world, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, *batch(world, step))
 
 
 def inner_loops(hk: Any, world: Any, distributes: bool) -> None:
@@ -362,9 +351,7 @@ def inner_loops(hk: Any, world: Any, distributes: bool) -> None:
         learner = copy.deepcopy(model)
         inner = momentum(learner)
         for _ in range(5):
-            inner.zero_grad()
-            loss_of(learner, *batch(world, step)).backward()
-            inner.step()
+            train_on(learner, inner, *batch(world, step))
         optimizer.zero_grad()
         (loss_of(model, *batch(world, step)) + loss_of(learner, *batch(world, step)).detach()).backward()
         optimizer.step()

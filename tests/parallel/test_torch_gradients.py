@@ -44,6 +44,13 @@ def loss_of(model: Any, x: Any, y: Any) -> Any:
     return ((model(x) - y) ** 2).mean()
 
 
+def train_on(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    """The step of an ordinary loop."""
+    optimizer.zero_grad()
+    loss_of(model, x, y).backward()
+    optimizer.step()
+
+
 def adam(model: Any, **options: Any) -> Any:
     import torch
 
@@ -160,9 +167,7 @@ def an_optimizer_of_some_parameters_of_another(distribute, data):
     whole = distribute(momentum(model.parameters(), lr=0.02), model)
     head = distribute(momentum(model[2].parameters(), lr=0.02), model)
     for x, y in data:
-        whole.zero_grad()
-        loss_of(model, x, y).backward()
-        whole.step()
+        train_on(model, whole, x, y)
         head.step()
     return [model]
 
@@ -182,9 +187,7 @@ def replacing_a_layer(distribute, data):
             torch.manual_seed(1)
             model[2] = torch.nn.Linear(5, 1).double()
             optimizer.param_groups[0]["params"] = list(model.parameters())
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
+        train_on(model, optimizer, x, y)
     return [model]
 
 
@@ -213,9 +216,7 @@ def unfreezing(distribute, data):
             model[2].requires_grad_(False)
         if step == 4:
             model[2].requires_grad_(True)
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
+        train_on(model, optimizer, x, y)
     return [model]
 
 
@@ -288,9 +289,7 @@ def averaging_weights(distribute, data):
     kept = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     copied = copy.deepcopy(model)
     for x, y in data:
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
+        train_on(model, optimizer, x, y)
         kept.update_parameters(model)
     loss_of(copied, *next(iter(batches()))).backward()  # a copy is nobody's business
     return [model, kept.module]
@@ -371,9 +370,7 @@ def distributing_anew(distribute, data):
         if step == 2:
             second = distribute(adam(model), model)
         optimizer = second if second is not None and step != 3 else first
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
+        train_on(model, optimizer, x, y)
     return [model]
 
 
@@ -386,9 +383,7 @@ def moving_to_another_type(distribute, data):
         if step == 3:
             model.double()
         kind = next(model.parameters()).dtype
-        optimizer.zero_grad()
-        loss_of(model, x.to(kind), y.to(kind)).backward()
-        optimizer.step()
+        train_on(model, optimizer, x.to(kind), y.to(kind))
     return [model]
 
 
@@ -618,9 +613,7 @@ def hooks_on_what_adds_up(distribute, data):
     model[0].bias.register_post_accumulate_grad_hook(halve)
     model[2].weight.register_post_accumulate_grad_hook(replace)
     for x, y in data:
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
+        train_on(model, optimizer, x, y)
     return [model]
 
 
@@ -647,9 +640,7 @@ def cutting_channels_in_place(distribute, data):
         if step == 2:
             for one, part in zip(model.parameters(), (slice(3), slice(3), (slice(None), slice(3))), strict=False):
                 one.data, one.grad = one.data[part], None
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
+        train_on(model, optimizer, x, y)
     return [model]
 
 
@@ -1169,9 +1160,7 @@ def test_a_backward_that_raises_on_one_rank_is_one_error_on_every_rank(hk, world
     def train(distribute, data):
         optimizer = distribute(adam(other := net(2)), other)
         for x, y in data:
-            optimizer.zero_grad()
-            loss_of(other, x, y).backward()
-            optimizer.step()
+            train_on(other, optimizer, x, y)
         return [other]
 
     assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < 1e-9  # nothing waits any more
@@ -1218,9 +1207,7 @@ def test_other_ways_to_travel_give_the_same(hk, world, options):
         model = net()
         optimizer = distribute(momentum(model.parameters()), model, **options)
         for x, y in data:
-            optimizer.zero_grad()
-            loss_of(model, x, y).backward()
-            optimizer.step()
+            train_on(model, optimizer, x, y)
         return [model]
 
     assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < (

@@ -532,6 +532,14 @@ def test_a_mistake_on_one_rank_is_an_error_on_all_and_the_next_step_works(length
         assert_equal(found, mean(3))
 
 
+def test_a_mistake_of_one_rank_alone_is_told():
+    (error,) = on_ranks(1, lambda comm: _error(lambda: make(comm, parameters())(WRONG["shape"][0])))
+    assert (
+        error
+        == f"InvalidArgumentError: {WRONG['shape'][2]}; give gradients of the parameters that distribute was given."
+    )
+
+
 def test_a_mistake_in_an_early_pass_is_told_in_the_exchange():
     def rank(comm):
         reduce = make(comm, parameters(), backward_passes_per_step=2)

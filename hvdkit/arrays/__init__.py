@@ -76,7 +76,7 @@ def init() -> Topology:
         TopologyMismatchError: the launcher and MPI disagree about rank or size.
         MissingFrameworkError: mpi4py finds no MPI library.
     """
-    return mpi.start(os.environ)
+    return mpi.start()
 
 
 # 2: pin_device is in device -------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.arrays.exit_watchdog import ExitWatchdog, Marked, StepCounts, apart
@@ -32,16 +33,16 @@ def library() -> Any:
     return MPI
 
 
-def start(environ: Mapping[str, str]) -> Topology:
+def start() -> Topology:
     """Start MPI and say who this process is, confirmed against its launcher.
 
     Raises:
         LauncherError, MissingFrameworkError: see ``hvdkit.arrays.init``.
     """
     try:
-        world = starting.start(starting.Mpi4py(library), environ)
+        world = starting.start(starting.Mpi4py(library), os.environ)
     except TopologyMismatchError:
-        raise _mismatch(environ) from None
+        raise _mismatch() from None
     if not _started:
         _started.append(Marked(library().COMM_WORLD.Dup()))
         if world.size > 1:
@@ -52,8 +53,8 @@ def start(environ: Mapping[str, str]) -> Topology:
     return world
 
 
-def _mismatch(environ: Mapping[str, str]) -> TopologyMismatchError:
-    launched = launchers.detect(environ)
+def _mismatch() -> TopologyMismatchError:
+    launched = launchers.detect(os.environ)
     mpi = library()
     seen = f"rank {mpi.COMM_WORLD.Get_rank()} of {mpi.COMM_WORLD.Get_size()}"
     said = "another job" if launched is None else f"{launched.launcher} started rank {launched.rank} of {launched.size}"

@@ -224,6 +224,7 @@ class Reduce:
                 held[position] = 1
 
     def _exchange(self) -> None:
+        """Put the mean into the buffers, a collective; what failed on any rank is an error on all."""
         if self._size == 1:
             if self._failure is not None:
                 raise self._failure

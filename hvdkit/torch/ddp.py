@@ -8,7 +8,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         _groups.append(dist.group.WORLD)
         return Topology(0, 1, launcher=launched.launcher if launched else "none")
-    met = _meet(launched, os.environ, timeout)
+    met = _meet(launched, timeout)
     rank, size = launched.rank, len(met.hosts)
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(met.own_address)
@@ -69,8 +69,8 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     return Topology(rank, size, *met.place(rank), launched.launcher)
 
 
-def _end_workers(limit: float = 30.0) -> None:
-    """Leave the process group, and wait until Gloo's worker threads rest, for at most ``limit`` seconds.
+def _end_workers() -> None:
+    """Leave the process group, and wait until Gloo's worker threads rest, for at most 30 s.
 
     One that drops its last tensor while the interpreter ends needs the GIL, and the process is then aborted (PyTorch
     2.13, its pull request 179291). A model in DDP keeps the workers alive after ``destroy_process_group``.
@@ -78,7 +78,7 @@ def _end_workers(limit: float = 30.0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     private.free_cycles()
-    end, rested = time.monotonic() + limit, 0
+    end, rested = time.monotonic() + 30, 0
     while rested < 2 and time.monotonic() < end:
         time.sleep(0.005)  # without the GIL: a worker that waits for it goes on
         rested = 0 if _busy_workers() else rested + 1
@@ -94,10 +94,10 @@ def _busy_workers() -> bool:
     return False
 
 
-def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> meeting.Meeting:
+def _meet(launched: Launched, timeout: float) -> meeting.Meeting:
     """The ranks' hosts and where rank 0's store is, told over what this launcher, or the program before, has begun."""
-    if bootstrap.can_meet(launched, environ):
-        return bootstrap.meet(launched, environ, _serve, "ddp", timeout)
+    if bootstrap.can_meet(launched, os.environ):
+        return bootstrap.meet(launched, os.environ, _serve, "ddp", timeout)
     if hvd.is_initialized():
         broadcast = functools.partial(RANKS.broadcast_object, name="hvdkit.process_group")
         return _meet_over(hvd.rank(), hvd.allgather_object, broadcast)

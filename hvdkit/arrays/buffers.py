@@ -18,6 +18,7 @@ from hvdkit.arrays.shared_memory import SharedSum
 from hvdkit.arrays.tree import Array
 from hvdkit.core.communicator import ALLGATHER, ALLREDUCE, ALLTOALL
 from hvdkit.core.compression import kinds_of, new_packing
+from hvdkit.core.layout import FLAGS
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 
@@ -322,7 +323,6 @@ class Layout:
         parameters: containers of arrays; None where there never is a gradient.
         options: how they are combined.
         comm: of the ranks.
-        head: values that travel with the gradients, besides one for each of them.
     Raises:
         InvalidArgumentError: no array, or a type without a mean; an AgreementError on the other ranks.
         AgreementError: the ranks give different names, shapes, types or options; on every rank.
@@ -331,13 +331,13 @@ class Layout:
         leaves: the gradients.
         buffers: where they travel.
         places: the buffer of each gradient, and its number in it.
-        head: the values that travel with the first buffer or before it, in the host's memory.
+        head: room for the control word, which travels with the first buffer or before it, in the host's memory.
         views: the gradients' memory in the parameters' containers; None where some is on a GPU.
         is_intact: whether ``views``, which callers have, still holds this memory and nothing else.
         gives_views: whether the results are in this memory: NumPy arrays, in the type in which they travel.
     """
 
-    def __init__(self, parameters: Any, options: GradientOptions, comm: Any, head: int) -> None:
+    def __init__(self, parameters: Any, options: GradientOptions, comm: Any) -> None:
         given = mpi.ranks(comm).together(lambda: _read(parameters))
         self._slots = [slot for slot, leaf in enumerate(given) if leaf is not None]
         self._count = len(given)
@@ -356,7 +356,7 @@ class Layout:
         alike: dict[tuple[bool, np.dtype[Any]], list[int]] = {}
         for position, (leaf, gpu) in enumerate(zip(self.leaves, on_gpu, strict=True)):
             alike.setdefault((gpu, sent_as(leaf.dtype, leaf.path)), []).append(position)
-        length = -(-(head + len(self.leaves)) // _LINE) * _LINE
+        length = -(-(FLAGS + len(self.leaves)) // _LINE) * _LINE
         self.buffers: list[SumBuffer] = []
         self.places: list[tuple[SumBuffer, int]] = [None] * len(self.leaves)  # type: ignore[list-item]
         for (gpu, sent), positions in alike.items():

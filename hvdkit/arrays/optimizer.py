@@ -75,7 +75,7 @@ class Reduce:
     def __init__(self, parameters: Any, options: GradientOptions, comm: Any, *, threaded: bool) -> None:
         self._options, self._comm = options, comm
         self._size = int(comm.Get_size())
-        self._layout = Layout(parameters, options, comm, FLAGS)
+        self._layout = Layout(parameters, options, comm)
         self._head = self._layout.head
         self._usual = ControlWord(len(self._layout.leaves)).usual.astype(self._head.dtype)
         self._word = self._head[: len(self._usual)]

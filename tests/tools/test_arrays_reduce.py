@@ -146,6 +146,18 @@ def test_missing_gradients_count_as_zeros_and_stay_missing_where_all_miss_them(l
         assert_equal(second, mean(3))
 
 
+@pytest.mark.parametrize("count", [9, 10, 26])
+def test_the_head_has_room_for_each_of_many_gradients(length, count):
+    """With its flags: a cache line, one number more, and more lines."""
+
+    def rank(comm):
+        reduce = make(comm, [np.zeros(2, np.float32)] * count)
+        found = reduce([*(np.full(2, float(comm.rank)) for _ in range(count - 1)), None if comm.rank else np.ones(2)])
+        return [one.tolist() for one in found]
+
+    assert on_ranks(2, rank) == [[[0.5, 0.5]] * count] * 2
+
+
 def test_none_among_the_parameters_stays_none():
     def rank(comm):
         reduce = make(comm, [None, np.zeros(2), {"x": None}])

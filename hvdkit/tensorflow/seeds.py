@@ -168,7 +168,7 @@ def restore(states: States, layers: Sequence[Any]) -> None:
             private.set_eager_seeds((version, tuple(words), None))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"the saved state of TensorFlow's seeds cannot be read: {error}") from error
-    restore_state(python.view(np.uint8)[: STATE_BYTES])
+    restore_state(python.view(np.uint8)[:STATE_BYTES])
     _own_layers.update(state_numbers(state)[0] for state in layers)  # they are not to be moved again
 
 

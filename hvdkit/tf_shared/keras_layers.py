@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
 from hvdkit.steps.seeds import Seeds, integer
 
@@ -39,6 +40,12 @@ def layers_of(model: Any, include_self: bool = True) -> list[Any]:
 def untrained_of(layer: Any) -> list[Any]:
     """What a layer keeps that is never trained; among ``non_trainable_variables`` are frozen weights, too."""
     return list(layer._non_trainable_variables)
+
+
+def on_host(value: Any) -> npt.NDArray[Any]:
+    """A variable, a tensor or a number for NumPy, to be read at once: it may be the memory of the backend."""
+    # On tensorflow convert_to_numpy asks for a copy in a way that NumPy warns of: an error under `python -W error`.
+    return np.asarray(value if keras.backend.backend() == "tensorflow" else keras.ops.convert_to_numpy(value))
 
 
 # Random numbers -------------------------------------------------------------------------------------------------------
@@ -70,7 +77,7 @@ def generator_states(layers: Iterable[Any]) -> list[Any]:
 
 def state_numbers(state: Any) -> list[int]:
     """The state of a generator: its seed, and the numbers drawn."""
-    return [int(number) for number in np.asarray(keras.ops.convert_to_numpy(state))]
+    return [int(number) for number in on_host(state)]
 
 
 def move_generators(states: Iterable[Any], seeds: Seeds, *purpose: int) -> list[int]:

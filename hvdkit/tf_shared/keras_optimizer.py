@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.tf_shared.keras_layers import on_host
 
 Reduce = Callable[[list[Any], list[Any]], list[Any]]
 _under_way = ContextVar("hvdkit_step_under_way", default=False)
@@ -146,7 +147,7 @@ def rated(optimizer: Any) -> list[tuple[str, Any]]:
 
 def rates(optimizer: Any) -> list[float]:
     """The learning rate of an optimizer, or of those of a mapping; of a MultiOptimizer all of them."""
-    return [float(np.asarray(keras.ops.convert_to_numpy(one.learning_rate))) for _, one in rated(optimizer)]
+    return [float(on_host(one.learning_rate)) for _, one in rated(optimizer)]
 
 
 def set_rates(optimizer: Any, rates: list[float]) -> None:

@@ -269,3 +269,18 @@ def test_checkpoints_of_an_optimizer_that_holds_several(hk, world, tmp_path):
         one.learning_rate = 1.0
     assert checkpoints.restore(model, optimizer).step == 3
     assert sorted(float(one.learning_rate) for one in optimizer.optimizers) == [0.25, 0.5]
+
+
+@on_ranks("tensorflow")
+def test_where_warnings_are_errors_a_training_is_saved_and_goes_on(hk, world, tmp_path):
+    import keras
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.25)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hk.seed_everything(3, world)
+        hk.broadcast_state(model, optimizer)
+        checkpoints = hk.Checkpoints(tmp_path)
+        checkpoints.save(model, optimizer, step=3)
+        assert checkpoints.restore(model, optimizer).step == 3

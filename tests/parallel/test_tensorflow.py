@@ -5,6 +5,7 @@ import io
 import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from programs_checks import message
-from ranks import on_ranks
+from ranks import missing, on_ranks
 
 import hvdkit
 from hvdkit.steps.shards import Shard
@@ -516,6 +517,18 @@ def test_mistakes_are_single_errors(hk, world):
     for attempt, answer in attempts:
         error = message(attempt)
         assert error.startswith("InvalidArgumentError: ") and answer in error and "\n" not in error
+
+
+@pytest.mark.parallel
+@pytest.mark.skipif(bool(missing("tensorflow")), reason="needs TensorFlow (`make test` installs all)")
+def test_where_keras_lacks_its_backend_keras_is_named_and_not_horovod(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "openvino")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    code = "import sys; sys.modules['openvino'] = None; import hvdkit.tensorflow"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("hvdkit.errors.MissingFrameworkError: hvdkit.tensorflow needs Keras 3")
+    assert "set KERAS_BACKEND=tensorflow" in last
 
 
 def example(script: str, flags: tuple[str, ...] = ()) -> list[str]:

@@ -356,6 +356,16 @@ def subclassed() -> type:
     return Classifier
 
 
+@on_ranks("keras")
+def test_checkpoints_refuse_what_is_no_optimizer_in_a_sentence(hk, world, tmp_path):
+    import keras
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    checkpoints = hk.Checkpoints(tmp_path)
+    for attempt in (lambda: checkpoints.save(model, "adam", step=1), lambda: checkpoints.restore(model, "adam")):
+        assert message(attempt).startswith("InvalidArgumentError: hvdkit.keras needs a keras.Optimizer, got 'adam'")
+
+
 @on_ranks(*KERAS)
 def test_a_model_not_yet_built_waits_for_its_first_batch(hk, world, everyone, tmp_path):
     """Broadcast, compared, saved, gone on with."""

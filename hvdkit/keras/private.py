@@ -1,5 +1,7 @@
-"""Every use of what Keras does not promise, and all that hvdkit replaces: checked at import, undone at shutdown.
+"""What Keras does not promise and hvdkit needs, and all that hvdkit replaces: checked at import, undone at shutdown.
 
+What ``hvdkit.tensorflow`` needs, too, is used in ``hvdkit.tf_shared``, layers and random generators in its
+``keras_layers``.
 A version of Keras that was not tested gets one warning; one that lacks a name cannot be used.
 ``tests/parallel/test_keras_private.py`` tests each.
 """

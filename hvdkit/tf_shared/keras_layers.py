@@ -1,6 +1,7 @@
 """What ``hvdkit.keras`` and ``hvdkit.tensorflow`` both ask of Keras: names of variables, layers, random generators.
 
-What Keras does not promise here has a test in ``tests/parallel/test_keras_private.py``.
+What Keras does not promise here has a test in ``tests/parallel/test_keras_private.py``. Where a layer's layers and own
+variables are not there, a list of variables serves ``hvdkit.tensorflow`` in the place of a model.
 """
 
 from __future__ import annotations

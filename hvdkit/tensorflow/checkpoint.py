@@ -80,8 +80,11 @@ class Checkpoints(ModelCheckpoints[Saved]):
         prepare(optimizer, lambda: state.trainable_variables(model))
         return super()._save(model, optimizer, *arguments)
 
+    def _restore(self, *arguments: Any, **options: Any) -> Saved | None:
+        state.require_eager("Checkpoints.restore")  # before rates are read, which a graph cannot
+        return super()._restore(*arguments, **options)
+
     def _load(self, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
-        state.require_eager("Checkpoints.restore")
         prepare(optimizer, lambda: state.trainable_variables(model))
         return super()._load(model, optimizer, *arguments, **options)
 

@@ -284,3 +284,14 @@ def test_where_warnings_are_errors_a_training_is_saved_and_goes_on(hk, world, tm
         checkpoints = hk.Checkpoints(tmp_path)
         checkpoints.save(model, optimizer, step=3)
         assert checkpoints.restore(model, optimizer).step == 3
+
+
+@on_ranks("tensorflow")
+def test_restore_within_a_function_says_so_with_an_optimizer_too(hk, world, tmp_path):
+    import keras
+    import tensorflow as tf
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    checkpoints, optimizer = hk.Checkpoints(tmp_path), keras.optimizers.Adam(0.25)
+    said = message(lambda: tf.function(lambda: checkpoints.restore(model, optimizer), autograph=False)())
+    assert said.startswith("InvalidArgumentError: Checkpoints.restore cannot run inside tf.function")

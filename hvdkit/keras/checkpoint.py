@@ -24,7 +24,7 @@ from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints
 from hvdkit.tf_shared import keras_sharded_files
-from hvdkit.tf_shared.keras_optimizer import rates, require_keras_3, set_rates, taking_part
+from hvdkit.tf_shared.keras_optimizer import rates, set_rates, taking_part
 
 
 class Checkpoints(ModelCheckpoints[Saved]):
@@ -55,8 +55,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     def _optimizers(self, model: Any, optimizer: Any) -> Any:
         meant = meant_by(optimizer, model) or None
-        for one in (meant or {}).values():
-            require_keras_3(one, keras.optimizers.Optimizer, "hvdkit.keras")
         keras_sharded_files.prepare(meant, lambda: model.trainable_variables)
         return meant
 

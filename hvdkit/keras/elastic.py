@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, whole
 from hvdkit.keras import state as keras_state
@@ -64,7 +63,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         super().reset()
 
     def _copy(self) -> Any:
-        return [np.array(keras_state.value_of(one)) for one in self._variables()]
+        return [keras_state.value_of(one) for one in self._variables()]
 
     def _put_back(self, copied: Any) -> None:
         for variable, value in zip(self._variables(), copied, strict=True):

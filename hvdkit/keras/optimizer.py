@@ -66,8 +66,14 @@ def _optimizers_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def meant_by(optimizer: Any, model: Any) -> dict[str, Any]:
-    """What a caller's ``optimizer`` stands for, that one first: one that the model holds stands for all of them."""
+    """What a caller's ``optimizer`` stands for, that one first: one that the model holds stands for all of them.
+
+    Raises:
+        InvalidArgumentError: not a Keras 3 optimizer.
+    """
     given = keras_optimizer.by_name(optimizer)
+    for one in given.values():
+        keras_optimizer.require_keras_3(one, keras.optimizers.Optimizer, "hvdkit.keras")
     if optimizer is None or isinstance(optimizer, (Mapping, list, tuple)):
         return given
     held = held_by(model)

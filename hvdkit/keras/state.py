@@ -25,7 +25,7 @@ from hvdkit.steps.divergence import Seen, is_mask
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
 from hvdkit.tf_shared import keras_sharded_files
-from hvdkit.tf_shared.keras_layers import layers_of, plain_path, untrained_of
+from hvdkit.tf_shared.keras_layers import layers_of, on_host, plain_path, untrained_of
 from hvdkit.tf_shared.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.tf_shared.keras_sharded import by_checkpoints, shared_variables
 
@@ -91,20 +91,19 @@ def optimizer_variables(optimizers: Mapping[str, Any], model: Any) -> list[Any]:
     The slots are made first where a single one has none yet.
     """
     for optimizer in optimizers.values():
-        require_keras_3(optimizer, keras.optimizers.Optimizer, "hvdkit.keras")
         if not optimizer.built and len(optimizers) == 1:
             optimizer.build(model.trainable_variables)
     return [variable for optimizer in optimizers.values() for variable in shared_variables(optimizer)]
 
 
 def value_of(variable: Any) -> npt.NDArray[Any]:
-    """A value on the host, in the variable's own type and shape."""
-    return np.asarray(keras.ops.convert_to_numpy(variable), order="C")
+    """A copy on the host, in the variable's own type and shape."""
+    return np.array(on_host(variable), order="C")
 
 
 def number(value: Any) -> float:
     """A scalar tensor, variable or number as a float."""
-    return float(np.asarray(keras.ops.convert_to_numpy(value)))
+    return float(on_host(value))
 
 
 def layout(variable: Any) -> str:

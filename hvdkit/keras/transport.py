@@ -50,6 +50,7 @@ from hvdkit.steps.outer import ALONE
 from hvdkit.steps.shard_state import MESSAGE_BYTES
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
+from hvdkit.tf_shared.keras_layers import on_host
 from hvdkit.tf_shared.keras_optimizer import Reduce
 
 Ranks = tuple[int, ...] | None
@@ -303,7 +304,7 @@ class HostBuffers(Transport):
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         """On the host as well, where the gradients pass, too."""
-        return agreement.array_digests(np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables)
+        return agreement.array_digests(map(on_host, variables))
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import jax

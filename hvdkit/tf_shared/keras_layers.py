@@ -45,8 +45,8 @@ def untrained_of(layer: Any) -> list[Any]:
 
 def on_host(value: Any) -> npt.NDArray[Any]:
     """A variable, a tensor or a number for NumPy, to be read at once: it may be the memory of the backend."""
-    # On tensorflow convert_to_numpy asks for a copy in a way that NumPy warns of: an error under `python -W error`.
-    return np.asarray(value if keras.backend.backend() == "tensorflow" else keras.ops.convert_to_numpy(value))
+    # convert_to_numpy makes NumPy warn of a copy, an error under `python -W error`; a tensor of torch needs it.
+    return np.asarray(keras.ops.convert_to_numpy(value) if keras.backend.backend() == "torch" else value)
 
 
 # Random numbers -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdkit.core.communicator import Communicator
 from hvdkit.steps.outer import Array, OuterLoop, OuterOptions, Weights
+from hvdkit.tf_shared.keras_layers import on_host
 
 
 class KerasWeights(Weights):
@@ -47,7 +48,7 @@ class KerasWeights(Weights):
 
 
 def _wide(value: Any) -> Array:
-    array: Array = np.asarray(keras.ops.convert_to_numpy(value))
+    array: Array = np.array(on_host(value))
     return array if array.dtype == np.float64 else array.astype(np.float32, copy=False)
 
 
@@ -114,11 +115,11 @@ class KerasOuterLoop:
             return [keras.ops.convert_to_tensor(one) for one in variables]
 
         def begin() -> Any:
-            def on_host(*held: Any) -> Any:
+            def begin_with(*held: Any) -> Any:
                 self._begin(optimizer, variables, held)
                 return np.int32(0)
 
-            return tf.numpy_function(on_host, values(), tf.int32)
+            return tf.numpy_function(begin_with, values(), tf.int32)
 
         def take() -> Any:
             found = tf.numpy_function(self._taken, [asked[2], *values()], [one.dtype for one in values()])

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.shard_state import Piece, divide
+from hvdkit.tf_shared.keras_layers import on_host
 from hvdkit.tf_shared.keras_optimizer import named_like, stepping_for_another
 
 Array = npt.NDArray[Any]
@@ -71,9 +72,10 @@ def leaves_of(optimizer: Any) -> list[Any]:
 def _shard(optimizer: Any, shards: Shards) -> None:
     base, built = type(optimizer), optimizer.built
     if built:
-        variables, shared = list(optimizer._trainable_variables), list(map(_numbers, _shared_by_variables(optimizer)))
+        variables = list(optimizer._trainable_variables)
+        shared = [np.array(on_host(one)) for one in _shared_by_variables(optimizer)]
         kept = slots_of(optimizer).items()
-        slots = {name: [None if one is None else _numbers(one) for one in of_all] for name, of_all in kept}
+        slots = {name: [None if one is None else np.array(on_host(one)) for one in of_all] for name, of_all in kept}
     cls = named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(_members(base))))
     object.__setattr__(optimizer, "__class__", cls)
     optimizer.__dict__[_ATTRIBUTE] = shards
@@ -228,18 +230,14 @@ def _after_steps(optimizer: Any, groups: list[list[Array]]) -> tuple[Array, list
                 f"shard_state=True divides what Keras' own Optimizer.apply updates, and {cls.__name__} has one of its "
                 "own; leave shard_state out."
             )
-        found += [_numbers(variable).reshape(-1) for variable in variables]
-        shared = [_numbers(variable).reshape(-1) for variable in one.variables if id(variable) not in own]
+        found += [on_host(variable).reshape(-1) for variable in variables]
+        shared = [on_host(variable).reshape(-1) for variable in one.variables if id(variable) not in own]
         known.append(np.concatenate([part.astype(np.float64) for part in shared]))
     return np.concatenate(found), known
 
 
 def _is_copy(slot: Any, variables: Sequence[Any]) -> bool:
-    return any(tuple(slot.shape) == tuple(v.shape) and np.array_equal(_numbers(slot), _numbers(v)) for v in variables)
-
-
-def _numbers(variable: Any) -> Array:
-    return np.asarray(keras.ops.convert_to_numpy(variable))
+    return any(tuple(slot.shape) == tuple(v.shape) and np.array_equal(on_host(slot), on_host(v)) for v in variables)
 
 
 def _without_autograd() -> AbstractContextManager[Any]:

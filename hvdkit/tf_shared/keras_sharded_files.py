@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +20,7 @@ from hvdkit.core.communicator import Communicator
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.shard_state import file_of, files_in, span
+from hvdkit.tf_shared.keras_layers import on_host
 from hvdkit.tf_shared.keras_optimizer import require_slots
 from hvdkit.tf_shared.keras_sharded import leaves_of, shards_in, shards_of, slot_variables, slots_of
 
@@ -87,7 +87,7 @@ def _size(variable: Any) -> int:
 
 def _plain(value: Any) -> Array:
     """NumPy's file format does not know bfloat16 and its like (kind V); float32 holds them exactly."""
-    array = np.asarray(keras.ops.convert_to_numpy(value))
+    array = on_host(value)
     return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 

@@ -357,13 +357,36 @@ def subclassed() -> type:
 
 
 @on_ranks("keras")
-def test_checkpoints_refuse_what_is_no_optimizer_in_a_sentence(hk, world, tmp_path):
+def test_what_is_no_optimizer_is_refused_in_a_sentence(hk, world, tmp_path):
     import keras
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     checkpoints = hk.Checkpoints(tmp_path)
-    for attempt in (lambda: checkpoints.save(model, "adam", step=1), lambda: checkpoints.restore(model, "adam")):
+    for attempt in (
+        lambda: checkpoints.save(model, "adam", step=1),
+        lambda: checkpoints.restore(model, "adam"),
+        lambda: hk.broadcast_state(model, "adam"),
+        lambda: hk.check_agreement(model, "adam", world=world),
+        lambda: hk.ElasticState(model, "adam", loader=None),
+    ):
         assert message(attempt).startswith("InvalidArgumentError: hvdkit.keras needs a keras.Optimizer, got 'adam'")
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"every": 1, "outer": "nesterov"}])
+@on_ranks("keras", "keras-jax")
+def test_where_warnings_are_errors_a_training_is_compared(hk, world, options):
+    import keras
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.25)
+    optimizer.build(model.trainable_variables)
+    model.compile(hk.distribute(optimizer, **options), loss="mse")  # on jax Keras' own get_config warns
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hk.seed_everything(3, world)
+        hk.broadcast_state(model, model.optimizer)
+        model.fit(np.ones((2, 2)) * world.rank, np.ones((2, 1)), batch_size=1, shuffle=False, verbose=0)
+        hk.check_agreement(model, model.optimizer, world=world)
 
 
 @on_ranks(*KERAS)

@@ -271,16 +271,21 @@ def test_checkpoints_of_an_optimizer_that_holds_several(hk, world, tmp_path):
     assert sorted(float(one.learning_rate) for one in optimizer.optimizers) == [0.25, 0.5]
 
 
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"every": 1, "outer": "nesterov"}])
 @on_ranks("tensorflow")
-def test_where_warnings_are_errors_a_training_is_saved_and_goes_on(hk, world, tmp_path):
+def test_where_warnings_are_errors_a_training_is_saved_and_goes_on(hk, world, tmp_path, options):
     import keras
+    import tensorflow as tf
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
     optimizer = keras.optimizers.Adam(0.25)
+    optimizer.build(model.trainable_variables)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hk.seed_everything(3, world)
+        optimizer = hk.distribute(optimizer, **options)
         hk.broadcast_state(model, optimizer)
+        optimizer.apply([tf.ones_like(one) for one in model.trainable_variables])
         checkpoints = hk.Checkpoints(tmp_path)
         checkpoints.save(model, optimizer, step=3)
         assert checkpoints.restore(model, optimizer).step == 3

@@ -121,6 +121,7 @@ def row(words, bad):
     return [places.get(word, word) for word in words]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_file_is_one_sentence(said, kind):
     wrong = [

@@ -51,12 +51,14 @@ def test_jobs_on_one_host_never_mix():
     assert [{host for one in job for host in one.hosts} for job in jobs] == [{key} for key in keys]
 
 
+@pytest.mark.slow
 def test_a_stranger_on_the_first_port_does_not_disturb():
     with socket.create_server(("", meeting.ports(named("job 3"))[0])):  # takes connections and never answers
         met = meet(range(2), 2, "job 3")
     assert met[0].hosts == met[1].hosts
 
 
+@pytest.mark.slow
 def test_who_is_missing_is_said():
     (alone,) = meet([0], 3, "job 4", timeout=1.0)
     assert "ranks 1-2 did not come to rank 0 within 1 s" in alone

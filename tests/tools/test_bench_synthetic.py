@@ -121,6 +121,7 @@ def test_resnet50_has_its_161_tensors_and_25_6_million_parameters():
     assert (len(convolutions), tensors, parameters) == (53, 161, 25_557_032)
 
 
+@pytest.mark.slow
 def test_pytorchs_resnet50_has_these_shapes():
     torch = pytest.importorskip("torch")
     from hvdkit.synthetic.torch import make_model

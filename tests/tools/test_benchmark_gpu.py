@@ -54,6 +54,7 @@ def test_what_fails_is_recorded_with_its_last_lines_and_the_rest_goes_on(kit_of)
     assert "out of | memory" in page and "- fine" in page
 
 
+@pytest.mark.slow
 def test_a_section_over_its_time_is_ended_with_all_that_it_started(kit_of, tmp_path):
     child = tmp_path / "child"
 

@@ -430,6 +430,7 @@ def unbuilt():
 """
 
 
+@pytest.mark.slow
 def test_a_keras_model_gives_its_layers_last_first(monkeypatch):
     importorskip_lean("keras")
     write_module("knet", KERAS, monkeypatch)

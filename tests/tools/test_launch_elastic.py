@@ -101,7 +101,7 @@ def test_bad_scripts_are_named(script, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("sleep 60", "did not end within 1 s and was ended"),
+        pytest.param("sleep 60", "did not end within 1 s and was ended", marks=pytest.mark.slow),
         ("exec yes a:1", r"printed more than 1\.05 MB and was ended"),
         ("cat; echo down >&2; exit 4", "cannot be run: status 4: down"),
     ],

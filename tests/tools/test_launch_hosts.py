@@ -444,6 +444,7 @@ def start(environ, *words, **options):
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 def test_a_batch_job_runs_its_launcher_passes_its_status_on_and_starts_again(slurm_job):
     code = "import os; print('attempt', os.environ['HVDKIT_RESTART'], flush=True); raise SystemExit(7)"
     job = start(slurm_job, "-n", "4", "--ppn", "2", "--restarts", "1", "--", sys.executable, "-c", code)

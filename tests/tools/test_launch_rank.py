@@ -136,6 +136,7 @@ def test_a_batch_system_that_ends_a_rank_leaves_it_the_grace_of_the_job(server, 
     assert ended(listening, key, stays)[:2] == (-signal.SIGKILL, True)
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_written_arrives_though_an_order_comes_late_and_the_reader_is_behind(server, begin):
     listening, address = server
     key = secret.new()
@@ -183,6 +184,7 @@ print(process.wait(30), os.read(reader, 1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sleep 600 & wait", "sleep 600 & while sleep 0.2; do echo; done"])
 def test_a_rank_ends_when_the_network_fails_without_a_word(command):
     """Where nothing is to be sent keep-alive tells, else that nothing is acknowledged."""
